@@ -510,7 +510,7 @@ def test_direct_descriptor_that_a_backend_refuses_is_closed_like_others_of_its_s
     monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "fuse.test")
     monkeypatch.setattr(io_mode, "close_files", close_files)
     with Checkpoint.open(tiny_checkpoint) as checkpoint:
-        access = io_mode.ShardAccess(checkpoint, LoadReport("t"), "direct")
+        access = io_mode.ShardAccess(checkpoint, LoadReport("t"), ReadSettings(cache="direct"))
         with pytest.raises(OSError, match="refused"):
             access.register(Refusal(), 0)
     assert closed == [True]

@@ -10,7 +10,7 @@ the folios begin small:
     leave a mark ─► open again, map the range ─► populate (the read-ahead of this reader)
                  ─► populate the mapping of the load ─► touch it
 
-The kernel marks a page of each window: whoever reads this page makes it read the next window. A
+The kernel marks one page of each window. When this page is read, it reads the next window ahead. A
 reader that finds its first page missing begins with folios of one page, and half of its window lies
 before that page. A reader that finds a marked page reads ahead from there, in folios of four pages.
 

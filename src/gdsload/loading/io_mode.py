@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from gdsload._native import system
@@ -26,6 +26,7 @@ from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.checkpoint.file_io import close_files
 from gdsload.errors import CheckpointError, ReadError
 from gdsload.loading.page_cache_fill import SMALL_BYTES, PageCacheFill
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
@@ -54,16 +55,14 @@ class ShardAccess:
         self,
         checkpoint: Checkpoint,
         report: LoadReport,
-        cache: str,
-        page_cache: str = "keep",
-        options: Collection[str] = (),
+        settings: ReadSettings,
     ) -> None:
         self._remote = checkpoint.remote
-        if self._remote and cache == "mapped":
+        if self._remote and settings.cache == "mapped":
             raise CheckpointError(
                 f"{checkpoint.source}: cache='mapped', but only files of this machine can be mapped"
             )
-        self.cache = cache
+        self.cache = settings.cache
         self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)
         self._checkpoint = checkpoint
         self.report = report
@@ -72,8 +71,8 @@ class ShardAccess:
         self._residency: dict[int, str] = {}  # by shard
         self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
-        self._drops = page_cache == "drop" and not self._remote
-        self.fill = PageCacheFill(checkpoint, cache, page_cache, options)
+        self._drops = settings.page_cache == "drop" and not self._remote
+        self.fill = PageCacheFill(checkpoint, settings)
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
         self._distant = any(shard.distant for shard in checkpoint.shards)

@@ -14,10 +14,10 @@ Not responsible for: the I/O modes of reads that do not fill it (`io_mode`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import cached_property
 
 from gdsload.checkpoint import Checkpoint
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.report import LoadReport
 from gdsload.system.available import available_bytes
@@ -36,7 +36,7 @@ SMALL_BYTES = 2 << 20
 # With a read-ahead of less than Linux's default the disk is asked for so little at a time that
 # direct reads are faster: twice with 16 KiB.
 LEAST_READ_AHEAD = 128 << 10
-# A smaller share of pages that were found there is not worth a word in the report.
+# If less of the files was in the page cache before, the report does not tell it.
 LEAST_SHARE = 0.01
 # Options of the backend posix that only reads past the page cache have.
 PAST_OPTIONS = frozenset({"pages", "request_bytes"})
@@ -51,14 +51,13 @@ class PageCacheFill:
             these do not fill the page cache: the read-ahead would read beyond them.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, cache: str, page_cache: str, options: Collection[str] = ()
-    ) -> None:
-        """Decides nothing yet. `options` are the names of those for the backend."""
+    def __init__(self, checkpoint: Checkpoint, settings: ReadSettings) -> None:
+        """Decides nothing yet."""
+        cache, page_cache = settings.cache, settings.page_cache
         self._checkpoint = checkpoint
         self._cache = cache
         self._asked = page_cache == "fill"
-        self._past = sorted(PAST_OPTIONS.intersection(options))
+        self._past = sorted(PAST_OPTIONS.intersection(settings.options))
         self._total_bytes = sum(shard.size for shard in checkpoint.shards)
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not checkpoint.remote
         self.small = may_fill and self._total_bytes <= SMALL_BYTES

@@ -110,8 +110,8 @@ class Session:
             BackendUnavailable: A backend that was asked for by name does not work here.
             CheckpointError: Files elsewhere are to be mapped.
         """
-        cache, page_cache = settings.cache, settings.page_cache
-        self._access = ShardAccess(checkpoint, report, cache, page_cache, settings.options)
+        cache = settings.cache
+        self._access = ShardAccess(checkpoint, report, settings)
         self._opening = fork_safe_lock(self, "_opening")
         self.checkpoint = checkpoint
         self.report = report
@@ -126,7 +126,7 @@ class Session:
         self.uses_pool = pool
         self.verifier = verifier
         self._maps = maps and settings.verify == "size" and verifier is None
-        self._may_fill = page_cache in ("auto", "fill") and self._maps and device == "cpu"
+        self._may_fill = settings.page_cache in ("auto", "fill") and self._maps and device == "cpu"
         self._mapped: dict[int, Region] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
         self._claims: dict[str, Claim] = {}  # not yet taken by a batch

@@ -92,8 +92,8 @@ def fill_request_bytes(read_ahead: int | None, nbytes: int, depth: int) -> int:
     Args:
         read_ahead: Of `read_ahead_bytes`.
         nbytes: Bytes to read in all.
-        depth: Reads in flight: there is one for each of them, where each has a whole window of the
-            read-ahead to read.
+        depth: Reads in flight. The bytes are divided among so many reads, but none is shorter than
+            a window of the read-ahead, or 8 MiB if that is less.
     """
     window = read_ahead or 0
     least = min(max(window, FILL_UNIT_BYTES), FILL_REQUEST_BYTES)
