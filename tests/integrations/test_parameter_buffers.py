@@ -304,6 +304,7 @@ def test_transformers_concatenates_rows_without_copying(
     assert tinymodels.differences(stock, ours) == []
 
 
+@pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 casts by itself, after a read of ours")
 def test_page_cache_is_not_filled_where_casts_leave_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
