@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,18 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from transformers import modeling_utils
+from transformers import core_model_loading, modeling_utils
 
 import gdsload
 import tinymodels
-from gdsload.integrations.transformers.patches import surely_equal
+from gdsload.integrations.transformers.tied_weights import (
+    ASKED,
+    TiedWeights,
+    surely_equal,
+    tied_equal,
+)
 
-KNOWN = hasattr(modeling_utils, "_tied_params_are_equal")
+KNOWN = hasattr(modeling_utils, ASKED)
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -104,3 +111,101 @@ def test_different_head_is_loaded_as_by_transformers(twice: Path, change: float)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.fixture
+def comparing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An entry for each comparison, and one for each parameter that transformers sets."""
+    events: list[str] = []
+    equal, set_parameter = torch.equal, core_model_loading.set_param_for_module
+
+    def noted_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+        events.append("compared")
+        return equal(one, other)
+
+    def noted_set(model: Any, target_name: str, *rest: Any, **named: Any) -> Any:
+        events.append("set")
+        return set_parameter(model, target_name, *rest, **named)
+
+    monkeypatch.setattr(torch, "equal", noted_equal)
+    monkeypatch.setattr(core_model_loading, "set_param_for_module", noted_set)
+    return events
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_tied_weights_are_compared_once_while_the_rest_is_loaded(
+    twice: Path, comparing: list[str]
+) -> None:
+    assert tied(gdsload.from_pretrained(twice))
+    assert comparing.count("compared") == 1
+    assert comparing[-1] == "set"
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_weights_that_callbacks_wrote_to_are_not_tied(twice: Path, comparing: list[str]) -> None:
+    def write(name: str, module: torch.nn.Module) -> None:
+        if name == "model.embed_tokens":
+            module.weight.data[0, 0] += 1
+
+    assert not tied(gdsload.from_pretrained(twice, on_module_ready=write))
+    assert "compared" in comparing[comparing.index("set") :]
+
+
+class Tied(torch.nn.Module):
+    """Two equal parameters, which are to be tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = torch.nn.Parameter(torch.ones(64))
+        self.target = torch.nn.Parameter(torch.ones(64))
+        self.all_tied_weights_keys = {"target": "source"}
+
+
+def loaded(model: Tied) -> Tied:
+    ties = TiedWeights(model)
+    for name in ("other", "target", "source", "source"):
+        ties.parameter_set(name)
+    return model
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_loaded_parameters_are_compared_once(comparing: list[str]) -> None:
+    model = loaded(Tied())
+    assert comparing == ["compared"]
+    assert tied_equal(model.source, model.target)
+    assert comparing == ["compared"]
+    assert tied_equal(model.source, model.target)
+    assert comparing == ["compared"] * 2  # the answer is for one load
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_written_parameters_are_compared_again(comparing: list[str]) -> None:
+    model = loaded(Tied())
+    with torch.no_grad():
+        model.target[0] = 2
+    assert not tied_equal(model.source, model.target)
+    assert comparing == ["compared"] * 2
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_replaced_parameters_are_compared_again(comparing: list[str]) -> None:
+    model = loaded(Tied())
+    model.source = torch.nn.Parameter(torch.zeros(64))
+    assert not tied_equal(model.source, model.target)
+    assert comparing == ["compared"] * 2
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_unequal_parameters_are_left_to_transformers(comparing: list[str]) -> None:
+    model = Tied()
+    model.target.data[0] = 2
+    loaded(model)
+    assert not tied_equal(model.source, model.target)
+
+
+def test_parameters_that_nobody_asks_for_are_released() -> None:
+    model = loaded(Tied())
+    dead = [weakref.ref(model.source), weakref.ref(model.target)]
+    del model
+    gc.collect()
+    assert [each() for each in dead] == [None, None]

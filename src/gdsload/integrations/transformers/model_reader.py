@@ -35,6 +35,7 @@ from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.integrations.transformers.shared_queue import SharedQueue
 from gdsload.integrations.transformers.stand_ins import opened_as, opened_before, original
+from gdsload.integrations.transformers.tied_weights import TiedWeights
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
 from gdsload.loading.session import Session, verifier_of
@@ -108,6 +109,7 @@ class ModelReader:
         self.replaces_threads = False  # transformers would have made the tensors in others
         self.converted: set[str] = set()
         self.buffers = ParameterBuffers([])
+        self.ties = TiedWeights()
         self._device_queues: dict[str, ReadaheadQueue] = {}
         self._devices: dict[str, str] = {}  # the device that reads go to, by wanted device
         with ExitStack() as stack:
@@ -144,6 +146,7 @@ class ModelReader:
                 " not on this machine"
             )
         self.plan, options = plan, self.options
+        self.ties = TiedWeights(model)
         reading = options.reading
         written = [info for name, info in self.checkpoint.tensors.items() if name in plan.written]
         to_host = plan.slices.get("cpu", [])

@@ -5,13 +5,13 @@ original. The hooks that start such a load are in `hooks`.
 
     _materialize_copy         a tensor that is cast or merged is copied straight into its parameter
     torch.stack, torch.cat    return the parameter if its parts are already merged in it
-    set_param_for_module      calls module callbacks; ends a cancelled load
+    set_param_for_module      calls module callbacks; ends a cancelled load; compares tied weights
     is_env_variable_true      no loading threads: the readahead queue is ahead of the consumer, and
                               threads would hold tensors that are not needed yet
     rename_source_key,        renamed once per key, one converter per parameter: for a model with
     deepcopy                  18,000 experts this halves the time that is not reading
     caching_allocator_warmup  leaves out parameters that are already in memory of the device
-    _tied_params_are_equal    compares tied parameters as integers, twice as fast as floats
+    _tied_params_are_equal    was answered by that comparison, or compares as integers
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from gdsload.integrations.transformers.monkeypatch import (
     function_of,
 )
 from gdsload.integrations.transformers.parameter_buffers import CAT, STACK
+from gdsload.integrations.transformers.tied_weights import ASKED, tied_equal
 from gdsload.system import cancellation
 
 if TYPE_CHECKING:
@@ -119,10 +120,12 @@ def _patch_set_param(module: ModuleType) -> Iterator[Replacement]:
     @functools.wraps(original)
     def set_param_for_module(model: Any, target_name: str, *rest: Any, **named: Any) -> Any:
         result = original(model, target_name, *rest, **named)
-        if running.get() is not None:
+        if (reader := running.get()) is not None:
             cancellation.check()
             if (callbacks := module_callbacks.current.get()) is not None:
                 callbacks.parameter_set(model, target_name)
+            else:  # a callback may write to what is loaded
+                reader.ties.parameter_set(target_name)
         return result
 
     yield Replacement(module, SET_PARAM, set_param_for_module)
@@ -194,33 +197,14 @@ def _patch_warmup(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(module, "caching_allocator_warmup", caching_allocator_warmup)
 
 
-def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors have the same bytes and no NaN; False proves nothing."""
-    import torch
-
-    for tensor in (one, other):
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_neg()
-        if not plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return False
-    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    if one.dtype != other.dtype or one.dtype not in floats or one.shape != other.shape:
-        return False
-    offsets = one.storage_offset() | other.storage_offset()
-    if (offsets * one.itemsize | one.nbytes) % torch.int64.itemsize:
-        return False
-    one, other = one.detach().view(-1), other.detach().view(-1)
-    # Wide integers need half the time of bytes, and a sum half that of a search for NaN.
-    return torch.equal(one.view(torch.int64), other.view(torch.int64)) and not one.sum().isnan()
-
-
 def _patch_ties(module: ModuleType) -> Iterator[Replacement]:
-    original = function_of(module, "_tied_params_are_equal", "source", "target")
+    original = function_of(module, ASKED, "source", "target")
 
     @functools.wraps(original)
     def tied_params_are_equal(source: Any, target: Any) -> Any:
-        return surely_equal(source, target) or original(source, target)
+        return tied_equal(source, target) or original(source, target)
 
-    yield Replacement(module, "_tied_params_are_equal", tied_params_are_equal)
+    yield Replacement(module, ASKED, tied_params_are_equal)
 
 
 LOADING_PATCHES = (
@@ -233,5 +217,5 @@ LOADING_PATCHES = (
 )
 MODELING_PATCHES = (
     Patch("caching_allocator_warmup", _patch_warmup),
-    Patch("_tied_params_are_equal", _patch_ties, optional=True),  # since transformers 5.23
+    Patch(ASKED, _patch_ties, optional=True),
 )
