@@ -51,6 +51,7 @@ def mounted(expected: tuple[Path, dict[str, torch.Tensor]]) -> Iterator[Mounted]
                 point = stack.enter_context(mounts.mounted(kind, expected[0], **script))
             except records.Refused as refused:
                 pytest.skip(str(refused))
+            page_cache.evict(expected[0] / NAME)  # an overlay writes nothing back to it
             page_cache.evict(point / NAME)
             return point / NAME
 
@@ -84,6 +85,17 @@ def test_local_filesystem_is_read_at_the_usual_depth(
     report = checked(mounted(kind), page_cache=page_cache)
     assert io_modes(report) <= modes
     assert (report.filesystem, report.depth) == ("", 16)
+
+
+def test_overlay_tells_what_the_page_cache_holds(mounted: Mounted, checked: Any) -> None:
+    path = mounted("overlay")
+    assert page_cache.resident_bytes(path) < path.stat().st_size
+    assert io_modes(checked(path)) == {"mapped"}
+    assert gdsload.last_report().read_bytes > 0
+    with kept_warm(path):
+        assert page_cache.resident_bytes(path) == path.stat().st_size
+        checked(path)
+    assert gdsload.last_report().read_bytes == 0
 
 
 def test_tmpfs_is_mapped(mounted: Mounted, checked: Any) -> None:

@@ -96,6 +96,29 @@ def test_read_ahead_is_that_of_the_disk(
     assert storage.read_ahead_bytes(os.makedev(*numbers)) == nbytes
 
 
+def test_read_ahead_of_an_overlay_is_the_longest_of_a_disk(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sysfs / "devices" / "disk" / "queue" / "read_ahead_kb").write_text("128\n")
+    (sysfs / "dev" / "block" / "7:0").symlink_to("../../devices/gone")
+    asked: list[int] = []
+
+    def kind_of_device(device: int) -> str:
+        asked.append(device)
+        return {45: "overlay"}.get(os.minor(device), "")
+
+    monkeypatch.setattr(storage, "kind_of_device", kind_of_device)
+    monkeypatch.setattr(storage, "_overlays", {})
+    overlay, other = os.makedev(0, 45), os.makedev(0, 46)
+    assert [storage.read_ahead_bytes(overlay) for _ in range(2)] == [4 << 20] * 2
+    assert storage.read_ahead_bytes(other) is None
+    assert not storage.is_overlay(os.makedev(8, 45))
+    assert asked == [overlay, other]
+    for disk in ("disk", "other"):
+        (sysfs / "devices" / disk / "queue" / "read_ahead_kb").unlink()
+    assert storage.read_ahead_bytes(overlay) is None
+
+
 @pytest.mark.parametrize(
     ("device", "nbytes", "request_mib"),
     [

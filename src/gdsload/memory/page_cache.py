@@ -1,8 +1,9 @@
 """Residency: which bytes of a file the page cache holds, to choose the cheapest I/O mode.
 
-Uses `cachestat`, which takes microseconds, or `mincore` on older kernels. Neither reads from the
-disk or knows the caches of other hosts. Both require owning the file or write access: otherwise
-`cachestat` fails with EPERM, and `mincore` reports every page as resident.
+Uses `cachestat`, which takes microseconds, or `mincore` on older kernels and for overlays, where
+`cachestat` finds no page: the file below has them. Neither reads from the disk or knows the caches
+of other hosts. Both require owning the file or write access: otherwise `cachestat` fails with
+EPERM, and `mincore` reports every page as resident.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import suppress
 from mmap import PAGESIZE
 
 from gdsload._native import system
+from gdsload.system.storage import is_overlay
 
 # A large range is judged by this many samples of this size: to query each page of 15 GB takes
 # 0.1 s, longer than mapping them.
@@ -40,19 +42,27 @@ def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: 
     length = length or os.fstat(file).st_size - offset
     if length <= 0:
         return 0
+    return min(_resident_pages(file, offset, length) * PAGESIZE, length)
+
+
+def _resident_pages(fd: int, offset: int, length: int) -> int:
+    """By `cachestat`; by `mincore` where that is not allowed, and for files of an overlay."""
     try:
-        pages = system.cachestat(file, offset, length)
+        pages = system.cachestat(fd, offset, length)
+        if pages or not is_overlay(os.fstat(fd).st_dev):
+            return pages
+        refusal = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP):
             raise
-        if not _mincore_is_true(file, root=error.errno == errno.ENOSYS and os.geteuid() == 0):
-            raise PermissionError(
-                errno.EPERM,
-                "the kernel reports the page cache of a file only to its owner and to users with"
-                " write access",
-            ) from error
-        pages = system.mincore_pages(file, offset, length)
-    return min(pages * PAGESIZE, length)
+        refusal = error
+    if not _mincore_is_true(fd, root=refusal.errno == errno.ENOSYS and os.geteuid() == 0):
+        raise PermissionError(
+            errno.EPERM,
+            "the kernel reports the page cache of a file only to its owner and to users with"
+            " write access",
+        ) from refusal
+    return system.mincore_pages(fd, offset, length)
 
 
 def _mincore_is_true(fd: int, *, root: bool) -> bool:

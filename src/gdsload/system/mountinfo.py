@@ -1,4 +1,4 @@
-"""Finds the mount that a path is on, in the kernel's list of mounts.
+"""Finds the mount that a path or a device number is of, in the kernel's list of mounts.
 
 Read from /proc without psutil: its list of partitions has no device numbers, and its import takes
 longer than the first reads.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -36,11 +37,30 @@ def mount_of(path: str | os.PathLike[str], root: str = "/") -> Mount | None:
     """The mount of a path, with links followed. None if the system does not report it."""
     real = os.path.realpath(path)
     found: Mount | None = None
+    for mount in _mounts(root):
+        inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        # A later mount at the same point hides the earlier one.
+        if inside and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def kind_of_device(device: int, root: str = "/") -> str:
+    """The kind of filesystem with this device number (`st_dev`); "" if it is not known.
+
+    The filesystem itself is not asked: it may be one that does not answer.
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return next((mount.kind for mount in _mounts(root) if mount.device == number), "")
+
+
+def _mounts(root: str) -> Iterator[Mount]:
+    """All mounts, in the kernel's order; none if the system does not report them."""
     try:
         with open(os.path.join(root, "proc/self/mountinfo"), errors="replace") as file:
             lines = file.read().splitlines()
     except OSError:
-        return None
+        return
     for line in lines:
         # id parent major:minor root POINT options [tags] - KIND SOURCE options
         mount, _, rest = line.partition(" - ")
@@ -48,8 +68,4 @@ def mount_of(path: str | os.PathLike[str], root: str = "/") -> Mount | None:
         if len(fields) < 5 or len(tail) < 2:
             continue
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4])
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        # A later mount at the same point hides the earlier one.
-        if inside and (found is None or len(point) >= len(found.point)):
-            found = Mount(point, tail[0], tail[1], fields[2])
-    return found
+        yield Mount(point, tail[0], tail[1], fields[2])

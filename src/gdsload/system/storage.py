@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from glob import glob
 from typing import NamedTuple
 
-from gdsload.system.mountinfo import mount_of
+from gdsload.system.mountinfo import kind_of_device, mount_of
 
 # Filesystem types in /proc/self/mountinfo. All of FUSE is distant, except fuseblk, which is on a
 # disk: its device number is that of the disk.
@@ -42,6 +43,7 @@ FILL_WINDOWS = 4
 FILL_REQUEST_BYTES, MOST_FILL_REQUEST_BYTES = 8 << 20, 64 << 20
 FILL_UNIT_BYTES = 2 << 20
 _SYSFS = "/sys"
+_overlays: dict[int, bool] = {}  # by device number
 
 
 class Storage(NamedTuple):
@@ -77,8 +79,25 @@ def distant_filesystem_of(path: str, status: os.stat_result) -> str:
     return mount.kind if mount is not None and is_distant(mount.kind) else ""
 
 
+def is_overlay(device: int) -> bool:
+    """Whether a device number (`st_dev`) is of an overlay, as in a container: the files below it
+    have the pages in the page cache, and the disk."""
+    if os.major(device):
+        return False
+    if device not in _overlays:
+        _overlays[device] = kind_of_device(device) == "overlay"
+    return _overlays[device]
+
+
 def read_ahead_bytes(device: int) -> int | None:
-    """The window of the kernel's read-ahead of a device (`st_dev`); None if it is not known."""
+    """The window of the kernel's read-ahead of a device (`st_dev`); None if it is not known.
+
+    An overlay hides the disk of its files: the longest read-ahead of a disk counts.
+    """
+    if is_overlay(device):
+        disks = [os.path.basename(path) for path in glob(f"{_SYSFS}/dev/block/*:*")]
+        found = [read_ahead_bytes(os.makedev(*map(int, disk.split(":")))) for disk in disks]
+        return max(filter(None, found), default=None)
     name = f"{_SYSFS}/dev/block/{os.major(device)}:{os.minor(device)}"
     for queue in ("queue", "../queue"):  # of a disk, or of the disk of a partition
         with suppress(OSError, ValueError), open(f"{name}/{queue}/read_ahead_kb") as file:
