@@ -25,7 +25,6 @@ from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
-from gdsload.system.mountinfo import Mount
 from storage import kept_warm
 
 
@@ -179,8 +178,7 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
 def test_fuse_on_a_disk_is_read_past_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount = Mount("/", "fuseblk", "/dev/sdb1", "8:17")
-    monkeypatch.setattr(page_cache_fill, "mount_of", lambda _: mount)
+    monkeypatch.setattr(page_cache_fill, "kind_of_device", lambda _: "fuseblk")
     gdsload.load_file(path, page_cache="fill")
     report = gdsload.last_report()
     assert io_modes(report) <= {"direct", "direct bounced"}

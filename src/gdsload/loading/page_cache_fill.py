@@ -21,7 +21,7 @@ from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.report import LoadReport
 from gdsload.system.available import available_bytes
-from gdsload.system.mountinfo import mount_of
+from gdsload.system.mountinfo import kind_of_device
 from gdsload.system.storage import fill_request_bytes, read_ahead_bytes
 
 # Room in memory that is wanted, as a multiple of the bytes to load: the page cache of others should
@@ -118,10 +118,8 @@ class PageCacheFill:
         if available is not None and nbytes * ROOM_SHARE + beside_bytes > available:
             beside = f" and {beside_bytes:,} for parameters" if beside_bytes else ""
             return f"{nbytes:,} bytes{beside} leave too little of {available:,} available bytes"
-        for fd in {shard.identity.dev: shard.fd for shard in shards}.values():
-            mount = mount_of(f"/proc/self/fd/{fd}")
-            if mount is not None and mount.kind == "fuseblk":
-                return "fuseblk may drop the pages of a file that is opened again"
+        if "fuseblk" in map(kind_of_device, {shard.identity.dev for shard in shards}):
+            return "fuseblk may drop the pages of a file that is opened again"
         return ""
 
     def _why_only_if_asked(self, nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Finds the mount that a path or a device number is of, in the kernel's list of mounts.
+"""Finds the mount of a path or of a device number in the kernel's list of mounts.
 
 Read from /proc without psutil: its list of partitions has no device numbers, and its import takes
 longer than the first reads.

@@ -94,13 +94,16 @@ def read_ahead_bytes(device: int) -> int | None:
 
     An overlay hides the disk of its files: the longest read-ahead of a disk counts.
     """
+    disks = f"{_SYSFS}/dev/block"
     if is_overlay(device):
-        disks = [os.path.basename(path) for path in glob(f"{_SYSFS}/dev/block/*:*")]
-        found = [read_ahead_bytes(os.makedev(*map(int, disk.split(":")))) for disk in disks]
-        return max(filter(None, found), default=None)
-    name = f"{_SYSFS}/dev/block/{os.major(device)}:{os.minor(device)}"
+        return max(filter(None, map(_read_ahead_in, glob(f"{disks}/*"))), default=None)
+    return _read_ahead_in(f"{disks}/{os.major(device)}:{os.minor(device)}")
+
+
+def _read_ahead_in(directory: str) -> int | None:
+    """The read-ahead that a directory of a disk or a partition in sysfs tells; None if none."""
     for queue in ("queue", "../queue"):  # of a disk, or of the disk of a partition
-        with suppress(OSError, ValueError), open(f"{name}/{queue}/read_ahead_kb") as file:
+        with suppress(OSError, ValueError), open(f"{directory}/{queue}/read_ahead_kb") as file:
             return int(file.read()) << 10
     return None
 
