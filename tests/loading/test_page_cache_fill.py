@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 
 import gdsload
+from gdsload._native.first_touch import MODES
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, ReadError
 from gdsload.loading import page_cache_fill, session as session_module
@@ -55,6 +56,46 @@ def test_cold_file_is_read_into_the_page_cache_and_mapped(path: Path) -> None:
         gdsload.load_file(path)
         assert gdsload.last_report().paths == {"mapped": report.wanted_bytes}
         assert gdsload.last_report().page_cache == ""
+
+
+@pytest.fixture(scope="module")
+def several_streams(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 300 MB: each of eight threads reads 32 MiB and more, in several streams."""
+    path = tmp_path_factory.mktemp("streams") / "model.safetensors"
+    random = torch.Generator().manual_seed(7)
+    lengths = (1, 4097, 2_097_151, 33_554_433, 67_108_864, 80_000_003, 120_000_001)
+    tensors = {
+        f"t{length}": torch.randint(0, 256, (length,), dtype=torch.uint8, generator=random)
+        for length in lengths
+    }
+    safetensors.torch.save_file(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize("pages", MODES)
+def test_folios_of_each_kind_give_the_same_bytes(several_streams: Path, pages: str) -> None:
+    page_cache.evict(several_streams)
+    found = gdsload.load_file(several_streams, page_cache="fill", options={"pages": pages})
+    assert io_modes(gdsload.last_report()) == {"mapped"}
+    expected = safetensors.torch.load_file(several_streams)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_option_chooses_the_folios(several_streams: Path) -> None:
+    mapped = {pages: mapped_as_huge(several_streams, pages) for pages in ("huge", "small")}
+    if not mapped["huge"]:
+        pytest.skip("this filesystem or kernel has no huge folios, or memory has none free")
+    assert mapped["small"] < mapped["huge"]
+
+
+def mapped_as_huge(path: Path, pages: str) -> int:
+    """Reads a file into the page cache: bytes of it that this process maps by huge pages."""
+    page_cache.evict(path)
+    held = gdsload.load_file(path, page_cache="fill", options={"pages": pages})
+    assert held
+    mappings = Path("/proc/self/smaps").read_text().partition(str(path))[2]
+    return int(re.findall(r"^FilePmdMapped: +(\d+)", mappings, re.M)[0]) << 10
 
 
 def test_report_tells_how_much_was_in_the_page_cache_before(path: Path) -> None:

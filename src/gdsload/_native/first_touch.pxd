@@ -3,25 +3,15 @@
 from libc.stdint cimport int64_t, uint64_t
 
 from gdsload._native.engine cimport Read
+from gdsload._native.page_choice cimport PageChoice
 from gdsload._native.pthreads cimport pthread_cond_t, pthread_mutex_t
-
-cdef enum:
-    AUTO = 0
-    HUGE = 1
-    SMALL = 2
-    BOUNCE = 3
 
 # Shared by the threads of one engine.
 cdef struct FirstTouch:
     pthread_mutex_t lock
     pthread_cond_t touched # a thread has touched a huge page
-    int mode               # one of the numbers in `MODES`
-    int64_t huge_ns        # mean CPU time of a unit that was touched as a huge page; 0: none
-    int64_t small_ns       # mean CPU time of a unit that was copied to small pages; 0: none
+    PageChoice choice
     int touching           # threads that touch a huge page now
-    int preferred          # whether huge pages were cheaper at the last choice; -1: none yet
-    int units_until_retry
-    int retry_units
     int64_t cancels        # number of cancellations: a read stops at its next unit
 
 # One thread's bounce buffer.

@@ -25,7 +25,6 @@ from posix.mman cimport (
     MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE, PROT_READ, PROT_WRITE,
     madvise, mmap, munmap,
 )
-from posix.time cimport CLOCK_THREAD_CPUTIME_ID, clock_gettime, timespec
 from posix.unistd cimport pread
 
 from gdsload._native.atomics cimport (
@@ -33,9 +32,12 @@ from gdsload._native.atomics cimport (
 )
 from gdsload._native.engine cimport DIRECT, FreshMemory
 from gdsload._native.memory cimport UNIT_BYTES, CRegion
+from gdsload._native.page_choice cimport (
+    AUTO, BOUNCE, HUGE, NO_HUGE_PAGE_NS, SMALL, choose_huge, unit_took,
+)
 from gdsload._native.pages cimport page_bytes
 from gdsload._native.pthreads cimport (
-    monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy, pthread_cond_wait,
+    cpu_ns, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy, pthread_cond_wait,
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 
@@ -46,14 +48,6 @@ cdef enum:
     # Of Linux 5.14 and newer. Without it, the copy touches the pages one by one, which takes a
     # quarter more CPU time.
     MADV_POPULATE_WRITE = 23
-    # 512 small pages and a copy never cost less, on any machine that was measured.
-    CHEAP_NS = 250000
-    # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
-    NO_HUGE_PAGE_NS = 10000000
-    # Units between two tries of the dearer kind, because costs change; doubled as long as the other
-    # kind stays cheaper. 256 units are 512 MiB.
-    FIRST_RETRY_UNITS = 16
-    LAST_RETRY_UNITS = 256
 
     # Where others write: small units between two tries, doubled by each expensive huge page, and
     # halved by each cheap one. One cheap page tells little: it may be one that was just freed.
@@ -71,8 +65,7 @@ MODES = {"auto": AUTO, "huge": HUGE, "small": SMALL, "bounce": BOUNCE}
 
 cdef void open_first_touch(FirstTouch *self, int mode) noexcept nogil:
     """`self` is zeroed memory."""
-    self.mode = mode
-    self.preferred = -1
+    self.choice.mode = mode
     pthread_mutex_init(&self.lock, NULL)
     monotonic_cond_init(&self.touched)
 
@@ -80,37 +73,6 @@ cdef void open_first_touch(FirstTouch *self, int mode) noexcept nogil:
 cdef void close_first_touch(FirstTouch *self) noexcept nogil:
     pthread_cond_destroy(&self.touched)
     pthread_mutex_destroy(&self.lock)
-
-
-cdef int64_t cpu_ns() noexcept nogil:
-    cdef timespec now
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now)
-    return <int64_t>now.tv_sec * 1000000000 + now.tv_nsec
-
-
-cdef int choose_huge(FirstTouch *self) noexcept nogil:
-    """Whether to touch the next unit as a huge page. Called with the lock held."""
-    cdef int huge
-    if self.mode != AUTO:
-        return self.mode == HUGE
-    if self.huge_ns <= CHEAP_NS:
-        return 1
-    if self.small_ns == 0:
-        return 0
-    huge = self.huge_ns <= self.small_ns
-    if huge != self.preferred:
-        self.preferred = huge
-        self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
-    self.units_until_retry -= 1
-    if self.units_until_retry > 0:
-        return huge
-    self.retry_units = min(2 * self.retry_units, <int>LAST_RETRY_UNITS)
-    self.units_until_retry = self.retry_units
-    return not huge
-
-
-cdef int64_t averaged(int64_t before, int64_t took) noexcept nogil:
-    return took if before == 0 else (3 * before + took) // 4
 
 
 cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept nogil:
@@ -140,7 +102,7 @@ cdef int64_t touch_as_small(char *base) noexcept nogil:
 cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil:
     """Records the CPU time of a unit of small pages."""
     pthread_mutex_lock(&self.lock)
-    self.small_ns = averaged(self.small_ns, max(took, <int64_t>1))
+    unit_took(&self.choice, 0, took)
     pthread_mutex_unlock(&self.lock)
 
 
@@ -151,7 +113,7 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
     pthread_mutex_lock(&self.lock)
     while self.touching >= MOST_TOUCHING:
         pthread_cond_wait(&self.touched, &self.lock)
-    chosen = choose_huge(self)
+    chosen = choose_huge(&self.choice, 1)
     self.touching += chosen
     pthread_mutex_unlock(&self.lock)
     if not chosen:
@@ -163,7 +125,7 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
     else:
         gds_add(&memory.small_units, 1)
     # Without a huge page, this is the time of one small page of 512.
-    self.huge_ns = averaged(self.huge_ns, took if huge else <int64_t>NO_HUGE_PAGE_NS)
+    unit_took(&self.choice, 1, took if huge else <int64_t>NO_HUGE_PAGE_NS)
     self.touching -= 1
     pthread_cond_broadcast(&self.touched)  # a woken thread may touch nothing, and wake no other
     pthread_mutex_unlock(&self.lock)
@@ -232,7 +194,7 @@ cdef int64_t read_first_touch(
         base = <uint64_t>(read.address - memory.region.base)
     while done < read.length:
         # In place up to `end`: ready units, and parts of units, whose rest belongs to other reads.
-        end, small = done, memory != NULL and self.mode != SMALL
+        end, small = done, memory != NULL and self.choice.mode != SMALL
         while small and end < read.length:
             unit = (base + end) // UNIT_BYTES
             if (

@@ -1,18 +1,24 @@
 """Reads the pages of a private mapping into the page cache, without a copy.
 
 The page cache holds a file in folios. Small ones are slow on a virtual disk, whose host maps each of
-them separately, and cost more to allocate and to map. A huge one can cost milliseconds where a
-hypervisor must find the memory. The kernel's own read-ahead makes folios in between: it follows who
-reads a file in order, and each window that it reads has folios four times the size of those of the
-window before. But it follows one reader per open file. So each read here opens the file again, and
-the folios begin small:
+them separately, and cost more to allocate and to map. A huge one takes a fifth of their CPU time where
+the machine has memory ready, and twice as much where a hypervisor must find it first. So the threads
+measure both kinds, by CPU time, and use the cheaper (`page_choice.pxd`):
 
-    leave a mark ─► open again, map the range ─► populate (the read-ahead of this reader)
-                 ─► populate the mapping of the load ─► touch it
+    huge folios      ask for them in the mapping
+    growing folios   leave a mark ─► the read-ahead of the kernel makes larger ones with each window
 
-The kernel marks one page of each window. When this page is read, it reads the next window ahead. A
-reader that finds its first page missing begins with folios of one page, and half of its window lies
-before that page. A reader that finds a marked page reads ahead from there, in folios of four pages.
+A read is a sequence of such streams. Each opens the file again, because the read-ahead of the kernel
+follows one reader per open file:
+
+    open again, map the range ─► populate (the read-ahead of this stream)
+                              ─► populate the mapping of the load ─► touch it
+
+Growing folios are four times as large in each window of the read-ahead. The kernel marks one page of
+each window; when this page is read, it reads the next window ahead. A reader that finds its first page
+missing begins with folios of one page, and half of its window lies before that page. A reader that
+finds a marked page reads ahead from there, in folios of four pages. After four windows the folios would
+be huge, and the next stream begins.
 
 In a virtual machine, the first access of the processor to a page that a disk has written takes a
 fault of the hypervisor, which can cost as much as reading it. So the threads that read touch each
@@ -28,16 +34,23 @@ Not responsible for: choosing between this and direct reads (`loading.io_mode`).
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
+from libc.string cimport memset
 from posix.fcntl cimport O_NOCTTY, O_NONBLOCK, O_RDONLY, POSIX_FADV_WILLNEED, open, posix_fadvise
-from posix.mman cimport MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap, munmap
+from posix.mman cimport (
+    MADV_HUGEPAGE, MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap, munmap,
+)
 from posix.uio cimport iovec, pwritev
 from posix.unistd cimport close, pread
 
 from gdsload._native.atomics cimport gds_load
 from gdsload._native.engine cimport Read
 from gdsload._native.memory cimport UNIT_BYTES
+from gdsload._native.page_choice cimport NO_HUGE_PAGE_NS, choose_huge, unit_took
 from gdsload._native.pages cimport page_bytes, page_floor
-from gdsload._native.pthreads cimport monotonic_ns
+from gdsload._native.pthreads cimport (
+    cpu_ns, monotonic_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_unlock,
+)
 
 cdef extern from "<fcntl.h>" nogil:
     int O_CLOEXEC
@@ -56,14 +69,29 @@ cdef enum:
     TOUCHED_PAGES = 512          # by one write; at most 1024
     MADV_POPULATE_READ = 22      # of Linux 5.14 and newer
     COPY_BYTES = 65536           # on the stack of a worker
+    GROWING_BYTES = 33554432     # of a stream of growing folios: four windows of 8 MiB
     # A read that takes longer ends short, and the pump continues it: a slow disk is no stalled one.
     MOST_NS = 1000000000
 
-# The range of a read in a mapping of its own, whose read-ahead is of this reader alone.
-cdef struct Window:
-    char *base                   # NULL: none
-    uint64_t length
+# Part of a read, in a mapping of its own, whose read-ahead is of this reader alone.
+cdef struct Stream:
+    char *base                   # of the pages that are mapped still; NULL: none
     uint64_t offset              # of `base` in the file
+    uint64_t end                 # of the read in the file
+    int huge                     # whether it asks for huge folios
+    uint64_t until               # bytes of the read at the next choice
+    uint64_t measured            # bytes of the read at the last choice
+    int64_t measured_ns          # CPU time of the thread at the last choice
+
+
+cdef void open_folios(Folios *self, int mode) noexcept nogil:
+    """`self` is zeroed memory."""
+    self.choice.mode = mode
+    pthread_mutex_init(&self.lock, NULL)
+
+
+cdef void close_folios(Folios *self) noexcept nogil:
+    pthread_mutex_destroy(&self.lock)
 
 
 cdef int open_again(const Read *read) noexcept nogil:
@@ -73,38 +101,94 @@ cdef int open_again(const Read *read) noexcept nogil:
     return open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)
 
 
-cdef void leave_mark(const Read *read) noexcept nogil:
+cdef void leave_mark(const Read *read, uint64_t offset) noexcept nogil:
     """Reads the first two pages of a range: the kernel reads a few more and marks one of them."""
     cdef char first, second
-    cdef int fd
-    fd = open_again(read) if read.length >= UNIT_BYTES else -1
+    cdef int fd = open_again(read)
     if fd < 0:
         return
-    if pread(fd, &first, 1, <int64_t>read.offset) == 1:
-        pread(fd, &second, 1, <int64_t>(read.offset + page_bytes()))
+    if pread(fd, &first, 1, <int64_t>offset) == 1:
+        pread(fd, &second, 1, <int64_t>(offset + page_bytes()))
     close(fd)
 
 
-cdef Window open_window(const Read *read) noexcept nogil:
-    """Without /proc or memory there is none: the mapping of the load is populated alone then."""
-    cdef Window window
+cdef void unmap_before(Stream *stream, uint64_t offset) noexcept nogil:
+    """Unmaps the pages of a stream before an offset of the file: they would count twice as memory."""
+    cdef uint64_t length
+    if stream.base == NULL or offset <= stream.offset:
+        return
+    length = offset - stream.offset
+    munmap(stream.base, length)
+    stream.base = stream.base + length if offset < stream.end else NULL
+    stream.offset = offset
+
+
+cdef void open_stream(Stream *stream, const Read *read, uint64_t done, int huge) noexcept nogil:
+    """Begins to read ahead at byte `done` of a read.
+
+    Without /proc or memory there is no mapping: that of the load is populated alone then.
+    """
+    cdef uint64_t offset = read.offset + done
     cdef char *mapped
     cdef int fd
-    window.base = NULL
-    leave_mark(read)
+    unmap_before(stream, stream.end)
+    stream.offset = <uint64_t>page_floor(<uintptr_t>offset)
+    stream.end = read.offset + read.length
+    stream.huge = huge
+    if not huge and read.length - done >= UNIT_BYTES:
+        leave_mark(read, offset)
     fd = open_again(read)
     if fd < 0:
-        return window
-    window.offset = <uint64_t>page_floor(<uintptr_t>read.offset)
-    window.length = read.offset + read.length - window.offset
+        return
     mapped = <char *>mmap(
-        NULL, window.length, PROT_READ, MAP_PRIVATE, fd, <int64_t>window.offset
+        NULL, stream.end - stream.offset, PROT_READ, MAP_PRIVATE, fd, <int64_t>stream.offset
     )
     close(fd)  # the mapping keeps the open file
     if mapped != MAP_FAILED:
-        window.base = mapped
-        madvise(mapped, window.length, MADV_DONTFORK)
-    return window
+        stream.base = mapped
+        madvise(mapped, stream.end - stream.offset, MADV_DONTFORK)
+
+
+cdef int ask_for_huge(Stream *stream) noexcept nogil:
+    """Whether the kernel takes the wish for huge folios: some are built without them."""
+    return (
+        stream.base != NULL
+        and madvise(stream.base, stream.end - stream.offset, MADV_HUGEPAGE) == 0
+    )
+
+
+cdef void measure(Stream *stream, Folios *folios, uint64_t done) noexcept nogil:
+    """Adds what a stream cost since its last choice. Called with the lock of `folios` held."""
+    cdef uint64_t length = done - stream.measured
+    if length >= UNIT_BYTES:
+        unit_took(
+            &folios.choice, stream.huge, (cpu_ns() - stream.measured_ns) * UNIT_BYTES // length
+        )
+
+
+cdef void choose_stream(
+    Stream *stream, Folios *folios, const Read *read, uint64_t done
+) noexcept nogil:
+    """Continues a stream, or begins the next one, as is cheaper."""
+    cdef int huge
+    pthread_mutex_lock(&folios.lock)
+    measure(stream, folios, done)
+    huge = (
+        read.length - done >= UNIT_BYTES
+        and choose_huge(&folios.choice, GROWING_BYTES // UNIT_BYTES)
+    )
+    pthread_mutex_unlock(&folios.lock)
+    stream.measured_ns = cpu_ns()
+    if not (huge and stream.huge and stream.base != NULL):
+        open_stream(stream, read, done, huge)
+        if huge and not ask_for_huge(stream):
+            pthread_mutex_lock(&folios.lock)
+            unit_took(&folios.choice, 1, NO_HUGE_PAGE_NS)
+            pthread_mutex_unlock(&folios.lock)
+            huge = 0
+            open_stream(stream, read, done, huge)
+    stream.measured = done
+    stream.until = done + (UNIT_BYTES if huge else GROWING_BYTES)
 
 
 cdef int populate(char *address, uint64_t length) noexcept nogil:
@@ -133,7 +217,7 @@ cdef void touch(int sink, char *address, uint64_t length) noexcept nogil:
 
 
 cdef int64_t read_unit(
-    const Read *read, const Window *window, int sink, uint64_t done, uint64_t length
+    const Read *read, const Stream *stream, int sink, uint64_t done, uint64_t length
 ) noexcept nogil:
     """Reads part of a unit into the page cache, and maps it: bytes, or -errno if nothing was read.
 
@@ -143,8 +227,8 @@ cdef int64_t read_unit(
     cdef char[COPY_BYTES] copy
     cdef uint64_t offset = read.offset + done, copied = 0
     cdef int64_t got
-    if window.base != NULL:
-        populate(window.base + (offset - window.offset), length)
+    if stream.base != NULL:
+        populate(stream.base + (offset - stream.offset), length)
     else:  # page faults would read page by page, or far more than the unit
         posix_fadvise(read.fd, <int64_t>offset, <int64_t>length, POSIX_FADV_WILLNEED)
     if populate(read.address + done, length) == 0:
@@ -162,19 +246,24 @@ cdef int64_t read_unit(
     return <int64_t>copied
 
 
-cdef int64_t read_mapped(const Read *read, int64_t *cancelled, int64_t cancels) noexcept nogil:
+cdef int64_t read_mapped(
+    Folios *folios, const Read *read, int64_t *cancelled, int64_t cancels
+) noexcept nogil:
     """Reads the pages of a mapping: bytes, or -errno if nothing was read.
 
     ``cancelled``: the number of cancellations, and ``cancels`` what it was before the read. After
     another one no further unit is read.
     """
-    cdef Window window = open_window(read)
+    cdef Stream stream
     cdef int sink = <int>syscall(SYS_memfd_create, <char *>b"gdsload-touch", MFD_CLOEXEC)
-    cdef int64_t until = monotonic_ns() + MOST_NS, got = 0
+    cdef int64_t latest = monotonic_ns() + MOST_NS, got = 0
     cdef uint64_t done = 0, length
+    memset(&stream, 0, sizeof(stream))
     while done < read.length:
+        if done >= stream.until:
+            choose_stream(&stream, folios, read, done)
         length = min(UNIT_BYTES - (read.offset + done) % UNIT_BYTES, read.length - done)
-        got = read_unit(read, &window, sink, done, length)
+        got = read_unit(read, &stream, sink, done, length)
         if got <= 0:
             break
         done += <uint64_t>got
@@ -182,11 +271,14 @@ cdef int64_t read_mapped(const Read *read, int64_t *cancelled, int64_t cancels) 
         if (
             <uint64_t>got < length
             or gds_load(cancelled) != cancels
-            or monotonic_ns() > until
+            or monotonic_ns() > latest
         ):
             break
-    if window.base != NULL:
-        munmap(window.base, window.length)
+        unmap_before(&stream, <uint64_t>page_floor(<uintptr_t>(read.offset + done)))
+    pthread_mutex_lock(&folios.lock)
+    measure(&stream, folios, done)
+    pthread_mutex_unlock(&folios.lock)
+    unmap_before(&stream, stream.end)
     if sink >= 0:
         close(sink)
     return <int64_t>done if done else got

@@ -46,11 +46,13 @@ cdef extern from * nogil:
         pthread_sigmask(SIG_SETMASK, &before, NULL);
         return error;
     }
-    static inline int64_t monotonic_ns(void) {
+    static inline int64_t ns_of(clockid_t clock) {
         struct timespec t;
-        clock_gettime(CLOCK_MONOTONIC, &t);
+        clock_gettime(clock, &t);
         return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
     }
+    static inline int64_t monotonic_ns(void) { return ns_of(CLOCK_MONOTONIC); }
+    static inline int64_t cpu_ns(void) { return ns_of(CLOCK_THREAD_CPUTIME_ID); }
     static inline void deadline_in(struct timespec *until, int64_t wait_ns) {
         int64_t at = monotonic_ns() + wait_ns;
         until->tv_sec = at / 1000000000;
@@ -64,5 +66,6 @@ cdef extern from * nogil:
     int monotonic_cond_init(pthread_cond_t *cond)
     int start_quiet_thread(pthread_t *, void *(*)(void *) noexcept nogil, void *)
     long long monotonic_ns()
+    long long cpu_ns()  # of this thread
     void deadline_in(timespec *until, long long wait_ns)
     void sleep_ns(long long wait_ns)

@@ -27,7 +27,7 @@ from gdsload._native.engine cimport (
 from gdsload._native.first_touch cimport (
     Bounce, FirstTouch, close_first_touch, free_bounce, open_first_touch, read_first_touch,
 )
-from gdsload._native.mapped cimport read_mapped
+from gdsload._native.mapped cimport Folios, close_folios, open_folios, read_mapped
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy,
     pthread_cond_signal, pthread_cond_t, pthread_cond_timedwait, pthread_cond_wait, pthread_join,
@@ -50,6 +50,7 @@ HOST_MEMORY = MEMORY
 
 cdef struct Workers:
     FirstTouch first_touch       # of fresh memory
+    Folios folios                # of reads into the page cache
     CFiles *files                # of cuFile; NULL: pread
     char *base                   # of the memory registered with cuFile
     pthread_mutex_t lock
@@ -114,7 +115,7 @@ cdef void *work(void *arg) noexcept nogil:
             memcpy(read.address, <const void *><uintptr_t>read.offset, read.length)
             result = <int64_t>read.length
         elif read.io_mode == MAPPED:
-            result = read_mapped(&read, &self.first_touch.cancels, cancels)
+            result = read_mapped(&self.folios, &read, &self.first_touch.cancels, cancels)
         elif self.files == NULL:
             result = read_first_touch(&self.first_touch, &bounce, &read, cancels)
         else:
@@ -141,6 +142,7 @@ cdef void close_workers(void *engine) noexcept nogil:
     pthread_cond_destroy(&self.finished)
     pthread_mutex_destroy(&self.lock)
     close_first_touch(&self.first_touch)
+    close_folios(&self.folios)
     if self.files != NULL:
         leave_files(self.files)
     free(self.waiting)
@@ -162,6 +164,7 @@ cdef int open_workers(
         retain_files(files)
         self.files = files
     open_first_touch(&self.first_touch, mode)
+    open_folios(&self.folios, mode)
     pthread_mutex_init(&self.lock, NULL)
     monotonic_cond_init(&self.work)
     monotonic_cond_init(&self.finished)

@@ -37,8 +37,8 @@ REMOTE_REQUEST_BYTES = 8 << 20
 REMOTE_DEPTH = 16
 REMOTE_DEPTH_SECONDS = 0.02
 MOST_REMOTE_DEPTH = 64
-# A read into the page cache is of several windows of the read-ahead. Its folios are small in the
-# first window, and too large after many: a huge one can cost milliseconds (`_native.mapped`).
+# A read into the page cache is of several windows of the read-ahead: its folios are small in the
+# first one, and huge after four (`_native.mapped`).
 FILL_WINDOWS = 4
 FILL_REQUEST_BYTES, MOST_FILL_REQUEST_BYTES = 8 << 20, 64 << 20
 FILL_UNIT_BYTES = 2 << 20

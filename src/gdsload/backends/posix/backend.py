@@ -93,7 +93,8 @@ class PosixBackend(PumpBackend):
                 "pages",
                 "auto",
                 "how threads touch fresh memory: huge pages, small pages, small pages after a"
-                " bounce buffer (bounce), or auto: the cheaper of huge and bounce",
+                " bounce buffer (bounce), or auto: the cheaper of huge and bounce; in the page"
+                " cache: huge folios, growing ones (small, bounce), or auto: the cheaper",
             ),
             Option("fixed_buffers", "auto", "auto: register rings; always: tensors too; never"),
             Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),

@@ -1,0 +1,57 @@
+# Which pages take less CPU time for a unit of 2 MiB: one huge page, or small ones. What they cost
+# depends on the machine, and changes within a load, so it is measured all the time. The caller holds
+# a lock.
+
+from libc.stdint cimport int64_t
+
+cdef enum:
+    AUTO = 0
+    HUGE = 1
+    SMALL = 2
+    BOUNCE = 3                   # small, by way of a bounce buffer
+
+    # Small pages never cost less, on any machine that was measured.
+    CHEAP_NS = 250000
+    # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
+    NO_HUGE_PAGE_NS = 10000000
+    # Units between two tries of the dearer kind, because costs change; doubled as long as the other
+    # kind stays cheaper. 256 units are 512 MiB.
+    FIRST_RETRY_UNITS = 16
+    LAST_RETRY_UNITS = 256
+
+# Zeroed memory, but for `mode`, is a choice of which nothing is known yet.
+cdef struct PageChoice:
+    int mode                     # one of the four above
+    int64_t huge_ns              # mean CPU time of a unit as a huge page; 0: none
+    int64_t small_ns             # mean CPU time of a unit as small pages; 0: none
+    int huge_preferred           # whether huge pages were cheaper at the last choice
+    int units_until_retry
+    int retry_units              # 0: nothing was preferred yet
+
+
+cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
+    """Whether huge pages are for the next units. `units`: how many these are, if they are small."""
+    cdef int huge
+    if self.mode != AUTO:
+        return self.mode == HUGE
+    if self.huge_ns <= CHEAP_NS:
+        return 1
+    if self.small_ns == 0:
+        return 0
+    huge = self.huge_ns <= self.small_ns
+    if huge != self.huge_preferred or self.retry_units == 0:
+        self.huge_preferred = huge
+        self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
+    self.units_until_retry -= 1 if huge else units
+    if self.units_until_retry > 0:
+        return huge
+    self.retry_units = min(2 * self.retry_units, <int>LAST_RETRY_UNITS)
+    self.units_until_retry = self.retry_units
+    return not huge
+
+
+cdef inline void unit_took(PageChoice *self, int huge, int64_t took) noexcept nogil:
+    """Adds the CPU time of a unit to the mean of its kind, to which it counts a quarter."""
+    cdef int64_t *mean = &self.huge_ns if huge else &self.small_ns
+    took = max(took, <int64_t>1)  # some sandboxes count in ticks
+    mean[0] = took if mean[0] == 0 else (3 * mean[0] + took) // 4
