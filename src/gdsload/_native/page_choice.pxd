@@ -42,8 +42,8 @@ cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
     if huge != self.huge_preferred or self.retry_units == 0:
         self.huge_preferred = huge
         self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
-    self.units_until_retry -= 1 if huge else units
     if self.units_until_retry > 0:
+        self.units_until_retry -= 1 if huge else units
         return huge
     self.retry_units = min(2 * self.retry_units, <int>LAST_RETRY_UNITS)
     self.units_until_retry = self.retry_units
