@@ -37,7 +37,7 @@ from libc.stdio cimport snprintf
 from libc.string cimport memset
 from posix.fcntl cimport O_NOCTTY, O_NONBLOCK, O_RDONLY, POSIX_FADV_WILLNEED, open, posix_fadvise
 from posix.mman cimport (
-    MADV_HUGEPAGE, MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap, munmap,
+    MADV_DONTNEED, MADV_HUGEPAGE, MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap, munmap,
 )
 from posix.uio cimport iovec, pwritev
 from posix.unistd cimport close, pread
@@ -75,7 +75,7 @@ cdef enum:
 
 # Part of a read, in a mapping of its own, whose read-ahead is of this reader alone.
 cdef struct Stream:
-    char *base                   # of the pages that are mapped still; NULL: none
+    char *base                   # NULL: none
     uint64_t offset              # of `base` in the file
     uint64_t end                 # of the read in the file
     int huge                     # whether it asks for huge folios
@@ -112,15 +112,24 @@ cdef void leave_mark(const Read *read, uint64_t offset) noexcept nogil:
     close(fd)
 
 
-cdef void unmap_before(Stream *stream, uint64_t offset) noexcept nogil:
-    """Unmaps the pages of a stream before an offset of the file: they would count twice as memory."""
-    cdef uint64_t length
-    if stream.base == NULL or offset <= stream.offset:
+cdef void forget(Stream *stream, uint64_t offset, uint64_t length) noexcept nogil:
+    """Takes a range of the file out of the page tables of a stream: it would count twice as memory.
+
+    Unmapping it would stop all other threads that map something.
+    """
+    cdef char *address
+    cdef char *start
+    if stream.base == NULL:
         return
-    length = offset - stream.offset
-    munmap(stream.base, length)
-    stream.base = stream.base + length if offset < stream.end else NULL
-    stream.offset = offset
+    address = stream.base + (offset - stream.offset)
+    start = <char *>page_floor(<uintptr_t>address)
+    madvise(start, address + length - start, MADV_DONTNEED)
+
+
+cdef void close_stream(Stream *stream) noexcept nogil:
+    if stream.base != NULL:
+        munmap(stream.base, stream.end - stream.offset)
+        stream.base = NULL
 
 
 cdef void open_stream(Stream *stream, const Read *read, uint64_t done, int huge) noexcept nogil:
@@ -131,7 +140,7 @@ cdef void open_stream(Stream *stream, const Read *read, uint64_t done, int huge)
     cdef uint64_t offset = read.offset + done
     cdef char *mapped
     cdef int fd
-    unmap_before(stream, stream.end)
+    close_stream(stream)
     stream.offset = <uint64_t>page_floor(<uintptr_t>offset)
     stream.end = read.offset + read.length
     stream.huge = huge
@@ -274,11 +283,11 @@ cdef int64_t read_mapped(
             or monotonic_ns() > latest
         ):
             break
-        unmap_before(&stream, <uint64_t>page_floor(<uintptr_t>(read.offset + done)))
+        forget(&stream, read.offset + done - length, length)
     pthread_mutex_lock(&folios.lock)
     measure(&stream, folios, done)
     pthread_mutex_unlock(&folios.lock)
-    unmap_before(&stream, stream.end)
+    close_stream(&stream)
     if sink >= 0:
         close(sink)
     return <int64_t>done if done else got
