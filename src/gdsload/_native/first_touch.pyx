@@ -83,7 +83,7 @@ cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept n
     cdef int64_t took = cpu_ns()
     madvise(base, UNIT_BYTES, MADV_HUGEPAGE)
     gds_touch(base)
-    took = max(cpu_ns() - took, <int64_t>1)  # 0 means not measured; some sandboxes count in ticks
+    took = cpu_ns() - took
     mincore(base + page_bytes(), 1, &resident)
     huge[0] = resident & 1
     return took
@@ -96,7 +96,7 @@ cdef int64_t touch_as_small(char *base) noexcept nogil:
     while at < UNIT_BYTES:
         gds_touch(base + at)
         at += page_bytes()
-    return max(cpu_ns() - took, <int64_t>1)
+    return max(cpu_ns() - took, <int64_t>1)  # 0 means not measured; some sandboxes count in ticks
 
 
 cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil:

@@ -1,9 +1,10 @@
 """Reads the pages of a private mapping into the page cache, without a copy.
 
 The page cache holds a file in folios. Small ones are slow on a virtual disk, whose host maps each of
-them separately, and cost more to allocate and to map. A huge one takes a fifth of their CPU time where
-the machine has memory ready, and twice as much where a hypervisor must find it first. So the threads
-measure both kinds, by CPU time, and use the cheaper (`page_choice.pxd`):
+them separately, and cost more to allocate and to map. Between them and huge ones are those that the
+read-ahead of the kernel makes: they grow. Compared with these, huge ones take a fifth of the CPU time
+where the machine has memory ready, and twice as much where a hypervisor must find it first. So the
+threads measure both kinds, by CPU time, and use the cheaper (`page_choice.pxd`):
 
     huge folios      ask for them in the mapping
     growing folios   leave a mark ─► the read-ahead of the kernel makes larger ones with each window
@@ -78,7 +79,7 @@ cdef struct Stream:
     char *base                   # NULL: none
     uint64_t offset              # of `base` in the file
     uint64_t end                 # of the read in the file
-    int huge                     # whether it asks for huge folios
+    int huge                     # whether it asks for huge folios; never without `base`
     uint64_t until               # bytes of the read at the next choice
     uint64_t measured            # bytes of the read at the last choice
     int64_t measured_ns          # CPU time of the thread at the last choice
@@ -112,18 +113,19 @@ cdef void leave_mark(const Read *read, uint64_t offset) noexcept nogil:
     close(fd)
 
 
+cdef int advise(char *address, uint64_t length, int advice) noexcept nogil:
+    """``madvise`` for each page of a range: 0 or -1."""
+    cdef char *start = <char *>page_floor(<uintptr_t>address)
+    return madvise(start, address + length - start, advice)
+
+
 cdef void forget(Stream *stream, uint64_t offset, uint64_t length) noexcept nogil:
     """Takes a range of the file out of the page tables of a stream: it would count twice as memory.
 
     Unmapping it would stop all other threads that map something.
     """
-    cdef char *address
-    cdef char *start
-    if stream.base == NULL:
-        return
-    address = stream.base + (offset - stream.offset)
-    start = <char *>page_floor(<uintptr_t>address)
-    madvise(start, address + length - start, MADV_DONTNEED)
+    if stream.base != NULL:
+        advise(stream.base + (offset - stream.offset), length, MADV_DONTNEED)
 
 
 cdef void close_stream(Stream *stream) noexcept nogil:
@@ -133,37 +135,29 @@ cdef void close_stream(Stream *stream) noexcept nogil:
 
 
 cdef void open_stream(Stream *stream, const Read *read, uint64_t done, int huge) noexcept nogil:
-    """Begins to read ahead at byte `done` of a read.
+    """Begins to read ahead at byte `done` of a read, by huge folios if these are wanted and possible:
+    some kernels are built without them.
 
     Without /proc or memory there is no mapping: that of the load is populated alone then.
     """
-    cdef uint64_t offset = read.offset + done
+    cdef uint64_t offset = read.offset + done, length
     cdef char *mapped
     cdef int fd
     close_stream(stream)
     stream.offset = <uint64_t>page_floor(<uintptr_t>offset)
     stream.end = read.offset + read.length
-    stream.huge = huge
-    if not huge and read.length - done >= UNIT_BYTES:
-        leave_mark(read, offset)
+    stream.huge = 0
+    length = stream.end - stream.offset
     fd = open_again(read)
-    if fd < 0:
-        return
-    mapped = <char *>mmap(
-        NULL, stream.end - stream.offset, PROT_READ, MAP_PRIVATE, fd, <int64_t>stream.offset
-    )
-    close(fd)  # the mapping keeps the open file
-    if mapped != MAP_FAILED:
-        stream.base = mapped
-        madvise(mapped, stream.end - stream.offset, MADV_DONTFORK)
-
-
-cdef int ask_for_huge(Stream *stream) noexcept nogil:
-    """Whether the kernel takes the wish for huge folios: some are built without them."""
-    return (
-        stream.base != NULL
-        and madvise(stream.base, stream.end - stream.offset, MADV_HUGEPAGE) == 0
-    )
+    if fd >= 0:
+        mapped = <char *>mmap(NULL, length, PROT_READ, MAP_PRIVATE, fd, <int64_t>stream.offset)
+        close(fd)  # the mapping keeps the open file
+        if mapped != MAP_FAILED:
+            stream.base = mapped
+            madvise(mapped, length, MADV_DONTFORK)
+            stream.huge = huge and madvise(mapped, length, MADV_HUGEPAGE) == 0
+    if not stream.huge and read.length - done >= UNIT_BYTES:
+        leave_mark(read, offset)
 
 
 cdef void measure(Stream *stream, Folios *folios, uint64_t done) noexcept nogil:
@@ -188,22 +182,19 @@ cdef void choose_stream(
     )
     pthread_mutex_unlock(&folios.lock)
     stream.measured_ns = cpu_ns()
-    if not (huge and stream.huge and stream.base != NULL):
+    if not (huge and stream.huge):
         open_stream(stream, read, done, huge)
-        if huge and not ask_for_huge(stream):
+        if huge and not stream.huge:
             pthread_mutex_lock(&folios.lock)
             unit_took(&folios.choice, 1, NO_HUGE_PAGE_NS)
             pthread_mutex_unlock(&folios.lock)
-            huge = 0
-            open_stream(stream, read, done, huge)
     stream.measured = done
-    stream.until = done + (UNIT_BYTES if huge else GROWING_BYTES)
+    stream.until = done + (UNIT_BYTES if stream.huge else GROWING_BYTES)
 
 
 cdef int populate(char *address, uint64_t length) noexcept nogil:
     """Makes a range of a mapping present: 0, or -1 if a page cannot be read, or the kernel is old."""
-    cdef char *start = <char *>page_floor(<uintptr_t>address)
-    return madvise(start, address + length - start, MADV_POPULATE_READ)
+    return advise(address, length, MADV_POPULATE_READ)
 
 
 cdef void touch(int sink, char *address, uint64_t length) noexcept nogil:
