@@ -29,7 +29,7 @@ def build_bare() -> None:
     if places.BARE.exists() and places.BARE.stat().st_mtime > source.stat().st_mtime:
         return
     places.BARE.parent.mkdir(parents=True, exist_ok=True)
-    command = [os.environ.get("CC", "cc"), "-O2", "-Wall", "-shared", "-fPIC", "-pthread"]
+    command = [os.environ.get("CC", "cc"), "-O3", "-Wall", "-shared", "-fPIC", "-pthread"]
     try:
         ran = subprocess.run(
             [*command, "-o", str(places.BARE), str(source), "-luring"],
