@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import equal
 import gdsload
@@ -165,17 +165,12 @@ def test_freed_parameter_returns_its_memory() -> None:
 
 
 @pytest.mark.parametrize("window_bytes", [1 << 12, 1 << 20])
-@pytest.mark.parametrize("elements", [100, 1 << 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_writer_copies_each_tensor_to_its_parameter(
-    tiny_moe_checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    window_bytes: int,
-    elements: int,
-    dtype: torch.dtype,
+    tiny_moe_checkpoint: Path, window_bytes: int, dtype: torch.dtype
 ) -> None:
-    """Whatever is asked for first, by tensors larger and smaller than a window and a copy."""
-    monkeypatch.setattr("gdsload.loading.window_writer._MOVED_BYTES", elements)
+    """Whatever is asked for first, by tensors larger and smaller than a window, and each kind of
+    cast: the copier's, none, and torch's."""
     with (
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
         Session(checkpoint, LoadReport("tiny"), ReadSettings(cache="buffered")) as session,
@@ -190,7 +185,7 @@ def test_writer_copies_each_tensor_to_its_parameter(
         with places, filling:
             filling.start()
             assert filling.take("nobody", dtype) is None
-            assert filling.take(infos[0].name, torch.float16) is None
+            assert filling.take(infos[0].name, torch.float64) is None
             for info in reversed(infos):
                 found = filling.take(info.name, dtype)
                 assert found is not None
@@ -199,6 +194,41 @@ def test_writer_copies_each_tensor_to_its_parameter(
         assert (filling.taken_tensors, filling.taken_bytes) == (len(infos), checkpoint.total_bytes)
         with pytest.raises(QueueClosed, match="has ended"):
             ended(session, infos).take(infos[0].name, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "waited_seconds", "fills"),
+    [("auto", 0.0, False), ("auto", 60.0, True), ("fill", 0.0, True)],
+)
+def test_writer_fills_the_page_cache_only_while_copies_wait(
+    tmp_path: Path, asked: str, waited_seconds: float, fills: bool
+) -> None:
+    file = tmp_path / "model.safetensors"
+    saved = {f"t{n}": torch.full((500_000,), n, dtype=torch.bfloat16) for n in range(10)}
+    save_file(saved, file)
+    if page_cache.evict(file):
+        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    report = LoadReport("cold")
+    with (
+        Checkpoint.open(file) as checkpoint,
+        Session(checkpoint, report, ReadSettings(page_cache=asked)) as session,
+    ):
+        infos = list(checkpoint.tensors.values())
+        session.expect(checkpoint.total_bytes)
+        targets = [
+            buffer_of([Kind((info.name,), info.shape)], torch.float32, CAST) for info in infos
+        ]
+        places = ParameterBuffers([target for target in targets if target is not None])
+        with places, ParameterWriter(session, places, infos, window_bytes=1 << 20) as filling:
+            filling.waited_seconds = waited_seconds
+            filling.start()
+            for name, tensor in saved.items():
+                written = filling.take(name, torch.float32)
+                assert written is not None and torch.equal(written, tensor.float())
+    mapped = [path.endswith("/mapped") for path, nbytes in report.paths.items() if nbytes]
+    assert set(mapped) == {fills}
+    assert (report.page_cache != page_cache_fill.ONLY_WAITING) == fills
+    assert sum(report.pages.values()) >= 2 * checkpoint.total_bytes >> 21
 
 
 def test_writer_close_wakes_waiting_threads(

@@ -2,11 +2,11 @@
 
 from libc.stdint cimport int64_t, uint64_t
 
-from gdsload._native.engine cimport Read
+from gdsload._native.engine cimport FreshMemory, Read
 from gdsload._native.page_choice cimport PageChoice
 from gdsload._native.pthreads cimport pthread_cond_t, pthread_mutex_t
 
-# Shared by the threads of one engine.
+# Shared by the threads of one engine, or of one `Copier`.
 cdef struct FirstTouch:
     pthread_mutex_t lock
     pthread_cond_t touched # a thread has touched a huge page
@@ -27,4 +27,7 @@ cdef int64_t read_first_touch(
 cdef void touch_before(
     FirstTouch *self, const Read *read, uint64_t at, uint64_t length
 ) noexcept nogil
+cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil
+cdef int64_t touch_pages(char *address, uint64_t length) noexcept nogil
+cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil
 cdef void free_bounce(Bounce *self) noexcept nogil

@@ -11,12 +11,7 @@ ways of making a unit of 2 MiB ready, by CPU time, and use the cheaper:
 The bounce buffer is a huge page that is reused: a direct read into small pages is slow on a virtual
 disk, because its host maps each page separately. Not responsible for memory of others and for memory
 that an earlier load has touched: reads go to it directly.
-
-`HugePages` is for fresh memory that is written by others, such as a cast: it only chooses the pages.
 """
-
-cimport cython
-from cpython.pycapsule cimport PyCapsule_GetPointer
 
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
@@ -35,7 +30,7 @@ from gdsload._native.memory cimport UNIT_BYTES, CRegion
 from gdsload._native.page_choice cimport (
     AUTO, BOUNCE, HUGE, NO_HUGE_PAGE_NS, SMALL, choose_huge, unit_took,
 )
-from gdsload._native.pages cimport page_bytes
+from gdsload._native.pages cimport page_bytes, page_floor
 from gdsload._native.pthreads cimport (
     cpu_ns, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy, pthread_cond_wait,
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
@@ -45,16 +40,7 @@ cdef extern from "<sys/mman.h>" nogil:
     int mincore(void *address, size_t length, unsigned char *resident)
 
 cdef enum:
-    # Of Linux 5.14 and newer. Without it, the copy touches the pages one by one, which takes a
-    # quarter more CPU time.
-    MADV_POPULATE_WRITE = 23
-
-    # Where others write: small units between two tries, doubled by each expensive huge page, and
-    # halved by each cheap one. One cheap page tells little: it may be one that was just freed.
-    MOST_SMALL_UNITS = 512
-    # After this many cheap tries in a row, so many units are huge without one.
-    ENOUGH_CHEAP = 16
-    HUGE_UNITS = 8
+    MADV_POPULATE_WRITE = 23     # of Linux 5.14 and newer
 
     # Together they touch 20 GB/s. If the next huge page is expensive, the others learn it from them.
     MOST_TOUCHING = 2
@@ -89,14 +75,16 @@ cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept n
     return took
 
 
-cdef int64_t touch_as_small(char *base) noexcept nogil:
-    """Touches each page of a unit, without asking for a huge one: the CPU time that it took."""
+cdef int64_t touch_pages(char *address, uint64_t length) noexcept nogil:
+    """Touches each page of a range, without asking for a huge one: the CPU time that it took."""
     cdef int64_t took = cpu_ns()
-    cdef uint64_t at = 0
-    while at < UNIT_BYTES:
-        gds_touch(base + at)
-        at += page_bytes()
-    return max(cpu_ns() - took, <int64_t>1)  # 0 means not measured; some sandboxes count in ticks
+    cdef char *page = <char *>page_floor(<uintptr_t>address)
+    cdef char *end = address + length
+    if madvise(page, <size_t>(end - page), MADV_POPULATE_WRITE) != 0:
+        while page < end:  # takes a quarter more CPU time
+            gds_touch(page)
+            page += page_bytes()
+    return cpu_ns() - took
 
 
 cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil:
@@ -135,7 +123,7 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
 
 cdef void touch_small(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil:
     """Touches each page of a unit, without asking for a huge one."""
-    small_took(self, touch_as_small(memory.region.base + unit * UNIT_BYTES))
+    small_took(self, touch_pages(memory.region.base + unit * UNIT_BYTES, UNIT_BYTES))
     gds_add(&memory.small_units, 1)
     gds_store_flag(&memory.region.touched[unit], 1)
 
@@ -171,7 +159,7 @@ cdef int64_t read_small(
         return got
     if buffer != NULL:
         took = cpu_ns()
-        madvise(address, <size_t>got, MADV_POPULATE_WRITE)
+        touch_pages(address, <uint64_t>got)
         memcpy(address, buffer, <size_t>got)
     small_took(self, (cpu_ns() - took) * UNIT_BYTES // got)
     return got
@@ -248,57 +236,3 @@ cdef void touch_before(
             if not touch_huge(self, memory, unit):
                 touch_small(self, memory, unit)
         unit += 1
-
-
-# --- memory that others write to -----------------------------------------------------------------
-
-@cython.final
-cdef class HugePages:
-    """Huge pages for fresh memory that is written to at once, while they are cheap."""
-
-    cdef int64_t small_ns   # of a unit of small pages; 0: not measured
-    cdef int skip           # units before the next try
-    cdef int retry          # units to skip if that one is expensive
-    cdef int streak         # tries in a row that were cheap
-    cdef int as_huge        # whether the units until the next try are huge
-
-    def __cinit__(self):
-        self.retry = 1
-
-    def prepare(self, object region, uint64_t offset, uint64_t nbytes):
-        """Chooses the pages of a range of a region (its ``handle()``), where it was not done before.
-
-        Only units that are measured are touched: the threads that write touch the others, all at
-        the same time. Contents do not change.
-        """
-        cdef CRegion *memory = <CRegion *>PyCapsule_GetPointer(region, b"gdsload.region")
-        cdef uint64_t unit
-        if nbytes == 0 or offset > memory.length or nbytes > memory.length - offset:
-            raise ValueError(f"no {nbytes} bytes at {offset} in a region of {memory.length} bytes")
-        if memory.touched == NULL:
-            return
-        with nogil:
-            for unit in range(offset // UNIT_BYTES, (offset + nbytes - 1) // UNIT_BYTES + 1):
-                if not memory.touched[unit]:
-                    memory.touched[unit] = 1
-                    self.choose(memory, unit)
-
-    cdef void choose(self, CRegion *memory, uint64_t unit) noexcept nogil:
-        cdef char *base = memory.base + unit * UNIT_BYTES
-        cdef int huge
-        if self.small_ns == 0:
-            self.small_ns = touch_as_small(base)
-        elif self.skip > 0:
-            self.skip -= 1
-            if self.as_huge:
-                madvise(base, UNIT_BYTES, MADV_HUGEPAGE)
-        else:
-            self.as_huge = 2 * touch_as_huge(memory, unit, &huge) <= self.small_ns and huge
-            if self.as_huge:
-                self.retry = max(self.retry // 2, 1)
-                self.streak += 1
-                self.skip = HUGE_UNITS if self.streak >= ENOUGH_CHEAP else 0
-            else:
-                self.streak = 0
-                self.skip = self.retry
-                self.retry = min(2 * self.retry, <int>MOST_SMALL_UNITS)

@@ -52,6 +52,11 @@ def record_request(
                 name = f"read {transfer.length >> 10} KiB at {transfer.offset}"
                 row = f"requests of {checkpoint.shards[transfer.shard].name}"
                 report.spans.append(Span(name, row, posted * 1e-9, done * 1e-9))
-        if facts.huge_pages or facts.small_pages:
-            report.pages["huge"] = report.pages.get("huge", 0) + facts.huge_pages
-            report.pages["small"] = report.pages.get("small", 0) + facts.small_pages
+        count_pages(report, facts.huge_pages, facts.small_pages)
+
+
+def count_pages(report: LoadReport, huge: int, small: int) -> None:
+    """Adds units of fresh memory that were touched as a huge page, and as small pages."""
+    if huge or small:
+        report.pages["huge"] = report.pages.get("huge", 0) + huge
+        report.pages["small"] = report.pages.get("small", 0) + small

@@ -133,9 +133,7 @@ class ShardAccess:
         return True
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
-        """The cheapest I/O mode for a transfer."""
-        if self.fill.active:
-            return "mapped"
+        """The cheapest I/O mode for a transfer that does not fill the page cache."""
         if self._remote:
             return "buffered"
         if self.cache != "auto":

@@ -6,6 +6,9 @@ page_cache   fills the page cache
              enough, and no option is of reads past the page cache
 others       never
 
+Reads into windows, from which tensors are copied or cast, fill it only while these copies wait for
+the storage: else they are faster past it, through memory that is used again (`window_writer`).
+
 A load that fills it leaves the bytes to processes that load them later, or at the same time. It
 takes no more memory than one into buffers, and hardly longer than direct reads (`_native.mapped`).
 
@@ -38,6 +41,8 @@ SMALL_BYTES = 2 << 20
 LEAST_READ_AHEAD = 128 << 10
 # If less of the files was in the page cache before, the report does not tell it.
 LEAST_SHARE = 0.01
+# The report of a load some of whose reads do not want to fill it.
+ONLY_WAITING = "filled only while copies waited for the storage"
 # Options of the backend posix that only reads past the page cache have.
 PAST_OPTIONS = frozenset({"pages", "request_bytes"})
 
@@ -64,10 +69,9 @@ class PageCacheFill:
         self.of_parts = False
         self._decided: bool | None = None  # None: not yet
 
-    @property
-    def active(self) -> bool:
-        """Whether the next reads fill the page cache."""
-        return bool(self._decided) and (self._asked or not self.of_parts)
+    def active(self, wanted: bool = True) -> bool:
+        """Whether the next reads fill the page cache, if they want to, or were asked to."""
+        return bool(self._decided) and (self._asked or (wanted and not self.of_parts))
 
     def decide(self, report: LoadReport, nbytes: int, beside_bytes: int = 0) -> None:
         """Decides, once, for all later reads.

@@ -23,6 +23,7 @@ from gdsload.errors import BackendUnavailable, CheckpointError
 from gdsload.loading.accounting import record_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
 from gdsload.loading.io_mode import ShardAccess
+from gdsload.loading.page_cache_fill import ONLY_WAITING
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
 from gdsload.planning.read_plan import (
@@ -71,6 +72,11 @@ def remote_backend_of(checkpoint: Checkpoint) -> str:
         if shard.remote is not None:
             return shard.remote.backend
     return ""
+
+
+def _into_page_cache(shard: int, offset: int, length: int) -> str:
+    """The I/O mode of reads that fill the page cache."""
+    return "mapped"
 
 
 class Session:
@@ -191,19 +197,24 @@ class Session:
         return choice.backend(**options)
 
     def arrange(
-        self, ranges: Sequence[ByteRange], *, window_bytes: int = 0
+        self, ranges: Sequence[ByteRange], *, window_bytes: int = 0, fills: bool = True
     ) -> tuple[ReadPlan, dict[str, BufferView]]:
         """The reads for ranges that are not in memory, and views of those that are.
 
         A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
         are there. `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads
-        into the page cache are one window in any case.
+        into the page cache are one window in any case. `fills`: whether these reads may fill it; if
+        the caller of the load asked for it, they do so in any case.
         """
         with self.report.phase("plan"):
             try:
                 views = self._views_of(ranges)
                 to_read = [each for each in ranges if each.name not in views] if views else ranges
-                plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
+                plan = (
+                    self.plan(to_read, window_bytes=window_bytes, fills=fills)
+                    if to_read
+                    else ReadPlan()
+                )
             except BaseException:
                 self.claims_of(each.name for each in ranges)  # no batch takes these claims
                 raise
@@ -289,7 +300,9 @@ class Session:
             return False
         return True
 
-    def plan(self, ranges: Sequence[ByteRange], *, window_bytes: int = 0) -> ReadPlan:
+    def plan(
+        self, ranges: Sequence[ByteRange], *, window_bytes: int = 0, fills: bool = True
+    ) -> ReadPlan:
         """The reads for these ranges. The page cache, as it is now, decides their I/O modes.
 
         Raises PlacementError if the plan itself does not fit into memory: a sparse file may declare
@@ -305,13 +318,17 @@ class Session:
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
             expected_bytes = self._expected_bytes or self.report.wanted_bytes
             fill.decide(self.report, expected_bytes, self._beside_bytes)
-            if fill.active and not all(map(self._can_map, {one.shard for one in ranges})):
+            if fill.active(fills) and not all(map(self._can_map, {one.shard for one in ranges})):
                 fill.refuse(self.report, "a file cannot be mapped")
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
-        if fill.active:
+        io_mode_of = self._access.io_mode_of
+        if fill.active(fills):
+            io_mode_of = _into_page_cache
             window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
             request_bytes = fill.request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
+        elif fill.active():
+            self.report.page_cache = ONLY_WAITING
         return plan_reads(
             ranges,
             [shard.size for shard in self.checkpoint.shards],
@@ -319,7 +336,7 @@ class Session:
             blocks=self._access.blocks,
             window_bytes=window_bytes,
             gap_bytes=REMOTE_GAP_BYTES if self._remote else GAP_BYTES,
-            io_mode_of=self._access.io_mode_of,
+            io_mode_of=io_mode_of,
         )
 
     def maps_address(self, address: int) -> bool:

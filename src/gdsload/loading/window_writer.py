@@ -10,18 +10,19 @@ for the memory that is written to, nor for threads that wait for a tensor.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload._native.memory import Pool
+from gdsload._native.copies import Copier
+from gdsload._native.memory import Pool, Region
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import known_dtype
 from gdsload.errors import GdsloadError
+from gdsload.loading.accounting import count_pages
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.whole_tensors import post
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 # wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
 WINDOW_BYTES = 32 << 20
 AHEAD_BYTES = 128 << 20
-# Tensors up to this size that are not cast need no torch, which copies them with one thread too.
-_MOVED_BYTES = 64 << 10
 
 
 class CopyPart(NamedTuple):
@@ -92,6 +91,7 @@ class WindowWriter:
         parts: Sequence[CopyPart],
         part_of: Callable[[str], torch.Tensor],
         *,
+        fresh: Region | None = None,
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
@@ -101,11 +101,14 @@ class WindowWriter:
             session: Reads to its device, from where the tensors are copied.
             parts: What to read and where to copy it.
             part_of: Returns the tensor of a key.
+            fresh: Memory that nobody has touched, in which tensors may lie.
             window_bytes: Size of a window in bytes.
             ahead_bytes: Limit in bytes for the windows in flight. At least one is.
         """
+        import torch
+
         self.session = session
-        self.waited_seconds = 0.0
+        self.waited_seconds = self._copied_seconds = 0.0
         self.taken_bytes = 0
         # A tensor that is split is not compared at the edges of its parts.
         split_bytes = window_bytes if session.verifier is None else sys.maxsize
@@ -116,6 +119,8 @@ class WindowWriter:
         self.copied = 0
         self.copying = False
         self._part_of = part_of
+        self._fresh = fresh
+        self._copier = Copier(torch.get_num_threads())
         self._window_bytes, self._ahead_bytes = window_bytes, ahead_bytes
         self._pool = Pool(ahead_bytes + 2 * window_bytes)
         self._in_flight: deque[tuple[Batch, list[CopyPart]]] = deque()
@@ -135,7 +140,9 @@ class WindowWriter:
         infos = [part.info for part in window]
         if self.session.device != "cpu":
             return post(self.session, infos)
-        found = self.session.arrange(ranges_of(infos), window_bytes=self._window_bytes)
+        # Pages of the page cache are fresh memory, which costs time, unless copies wait anyway.
+        waits = self.waited_seconds > self._copied_seconds
+        found = self.session.arrange(ranges_of(infos), window_bytes=self._window_bytes, fills=waits)
         return _WindowBatch(self.session, *found, self._pool)
 
     def copy_next(
@@ -161,9 +168,11 @@ class WindowWriter:
         batch, window = self._in_flight[0]
         start = time.monotonic()
         batch.wait(moved, watch, [part.info for part in window])
-        self.waited_seconds += time.monotonic() - start
+        arrived = time.monotonic()
+        self.waited_seconds += arrived - start
         self.copying = True
         self._write(window, batch)
+        self._copied_seconds += time.monotonic() - arrived
         self._release_first()
         self.taken_bytes += sum(part.info.nbytes for part in window)
         self.copied += 1
@@ -171,34 +180,52 @@ class WindowWriter:
         self._advance()
 
     def _write(self, window: Sequence[CopyPart], batch: Batch) -> None:
-        on_host = self.session.device == "cpu"
-        copies = []
+        copies: list[tuple[int, int, int, bool]] = []
+        others = []
         for part in window:
-            info, target = part.info, self._part_of(part.key)
+            target = self._part_of(part.key)
             if part.at:
                 target = target[part.at]
-            self._prepare(target)
-            view = batch.views.get(info.name)
-            if (
-                on_host
-                and view is not None
-                and part.index is None
-                and info.nbytes <= _MOVED_BYTES
-                and target.dtype == known_dtype(info.dtype)
-                and target.is_cpu
-                and target.is_contiguous()
-                and not (target.is_conj() or target.is_neg())
-            ):
-                ctypes.memmove(target.data_ptr(), view.region.address + view.offset, info.nbytes)
-            else:
-                copies.append((part, target))
-        tensors = batch.tensors_of([part.info for part, _ in copies])
-        for part, target in copies:
+            view = batch.views.get(part.info.name)
+            copy = None if view is None else self._copy_of(part, target, view)
+            if copy is None:
+                others.append((part, target))
+                copy = self._touch_of(target)
+            if copy is not None:
+                copies.append(copy)
+        region = None if self._fresh is None else self._fresh.handle()
+        count_pages(self.session.report, *self._copier.copy(copies, region))
+        tensors = batch.tensors_of([part.info for part, _ in others])
+        for part, target in others:
             tensor = tensors.pop(part.info.name)
             target.copy_(tensor if part.index is None else tensor[part.index])
 
-    def _prepare(self, part: torch.Tensor) -> None:
-        """Called before a part is written to."""
+    def _copy_of(
+        self, part: CopyPart, target: torch.Tensor, view: BufferView
+    ) -> tuple[int, int, int, bool] | None:
+        """A part as the copier takes it; None if it is for torch."""
+        if (
+            self.session.device != "cpu"
+            or part.index is not None
+            or not target.is_cpu
+            or not target.is_contiguous()
+            or target.is_conj()
+            or target.is_neg()
+        ):
+            return None
+        source = view.region.address + view.offset
+        if target.dtype == known_dtype(part.info.dtype):
+            return target.data_ptr(), source, part.info.nbytes, False
+        widens = part.info.dtype == "BF16" and target.dtype == known_dtype("F32")
+        if not widens or source % 2:
+            return None
+        return target.data_ptr(), source, 2 * part.info.nbytes, True
+
+    def _touch_of(self, target: torch.Tensor) -> tuple[int, int, int, bool] | None:
+        """Fresh memory to be touched before torch writes to it; None if it is not fresh."""
+        if self._fresh is None or not target.is_contiguous():
+            return None
+        return target.data_ptr(), 0, target.nbytes, False
 
     def _release_first(self) -> None:
         batch, _ = self._in_flight.popleft()

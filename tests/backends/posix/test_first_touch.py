@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from pathlib import Path
 
@@ -11,12 +10,11 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload._native.first_touch import MODES, HugePages
+from gdsload._native.first_touch import MODES
 from gdsload._native.memory import Region
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.posix import PosixBackend, engines
-from pagemap import resident_pages
 
 UNIT = 2 << 20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -187,26 +185,6 @@ def test_cancelled_read_stops_at_its_next_unit(tmp_path: Path) -> None:
     assert pump.close(1.0)
     os.close(fd)
     os.close(direct_fd)
-
-
-def test_prepare_touches_its_range_once_and_changes_nothing(units: Region) -> None:
-    ctypes.memset(units.address + 3 * UNIT, 7, UNIT)
-    pages = HugePages()
-    touched = []
-    for _ in range(2):
-        pages.prepare(units.handle(), UNIT + 1, 6 * UNIT)
-        touched.append([resident_pages(units.address + i * UNIT, UNIT) > 0 for i in range(8)])
-    assert touched[0] == touched[1]
-    assert touched[0][:2] == [False, True]
-    assert units.read(0, 8 * UNIT) == bytes(3 * UNIT) + b"\7" * UNIT + bytes(4 * UNIT)
-
-
-@pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (8 * UNIT, 1), (1, 8 * UNIT)])
-def test_prepare_refuses_a_range_outside_the_region(
-    units: Region, offset: int, nbytes: int
-) -> None:
-    with pytest.raises(ValueError, match="in a region of"):
-        HugePages().prepare(units.handle(), offset, nbytes)
 
 
 def test_report_names_bounced_bytes_and_units(odd: Path) -> None:

@@ -6,10 +6,8 @@
     rows     the rows of several tensors, one after the other
 
 Each tensor is copied once, from the read window to its part of the parameter, and cast on the way.
-When transformers stacks and concatenates these parts afterwards, the result is there already. The
-copies take the page faults themselves, with all threads of torch: on two cores, threads that touch
-pages ahead of them only compete. The pages are huge while these are cheap. Not responsible for
-reading and copying (`parameter_writer`).
+When transformers stacks and concatenates these parts afterwards, the result is there already. Not
+responsible for reading and copying (`parameter_writer`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from math import prod
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload._native.first_touch import HugePages
 from gdsload._native.memory import Region
 from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import BufferView
@@ -102,7 +99,11 @@ def kinds_of(
 
 
 class ParameterBuffers:
-    """The memory of some parameters. Must be closed; parameters that were given out live on."""
+    """The memory of some parameters. Must be closed; parameters that were given out live on.
+
+    Attributes:
+        region: All of it, which nobody has touched; None if there are no parameters.
+    """
 
     def __init__(self, buffers: Sequence[ParameterBuffer]) -> None:
         """Reserves address space for `buffers`, in the order in which they will be written.
@@ -112,14 +113,14 @@ class ParameterBuffers:
         self._unwritten: dict[str, torch.Tensor] = {}  # where each tensor is to be copied
         # Results by the function of torch, its dimension, and the identity of its operands.
         self._merged: dict[tuple[str, int, Any], torch.Tensor] = {}
-        self._huge_pages = HugePages()
+        self.region: Region | None = None
         # No page holds two parameters: it is freed with its parameter.
         sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
         if not sizes:
             return
         require_room(sum(sizes))
         try:
-            self._region = region = Region.anonymous(sum(sizes))
+            self.region = region = Region.anonymous(sum(sizes))
         except MemoryError as error:
             raise PlacementError(str(error)) from error
         offset = 0
@@ -157,12 +158,6 @@ class ParameterBuffers:
     def part_of(self, key: str) -> torch.Tensor:
         """Where to copy a tensor."""
         return self._unwritten[key]
-
-    def prepare(self, part: torch.Tensor) -> None:
-        """Chooses the pages of a part, or of rows of it, that is to be written."""
-        if part.is_contiguous() and part.numel():
-            offset = part.data_ptr() - self._region.address
-            self._huge_pages.prepare(self._region.handle(), offset, part.nbytes)
 
     def give(self, key: str) -> torch.Tensor | None:
         """The written part of a tensor, once."""

@@ -44,7 +44,12 @@ class ParameterWriter(WindowWriter):
         """
         parts = [CopyPart(info, info.name) for info in infos]
         super().__init__(
-            session, parts, buffers.part_of, window_bytes=window_bytes, ahead_bytes=ahead_bytes
+            session,
+            parts,
+            buffers.part_of,
+            fresh=buffers.region,
+            window_bytes=window_bytes,
+            ahead_bytes=ahead_bytes,
         )
         self.buffers = buffers
         self.taken_tensors = 0
@@ -74,9 +79,6 @@ class ParameterWriter(WindowWriter):
             if part is not None:
                 self.taken_tensors += 1
             return part
-
-    def _prepare(self, part: torch.Tensor) -> None:
-        self.buffers.prepare(part)
 
     def _require_open(self) -> None:
         if self._closed:

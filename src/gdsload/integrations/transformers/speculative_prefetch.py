@@ -19,6 +19,7 @@ from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.stand_ins import opened_before
+from gdsload.loading.page_cache_fill import ONLY_WAITING
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.layer_order import in_layers
@@ -90,7 +91,8 @@ def _add(report: LoadReport, reads: Prefetch) -> None:
         span._replace(track="head start") if span.track == "phases" else span
         for span in reads.report.spans
     ]
-    if not report.page_cache.startswith("not "):  # the prefetch looked before anything was read
+    # The prefetch looked before anything was read.
+    if not report.page_cache.startswith("not ") and report.page_cache != ONLY_WAITING:
         report.page_cache = reads.report.page_cache or report.page_cache
     report.backend = report.backend or reads.report.backend
     report.engine = report.engine or reads.report.engine
