@@ -117,7 +117,10 @@ bench-table: bench-deps  ## cold (in all states of memory) and warm tables of MO
 	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --warm $(WARM_$(notdir $(MODEL)))
 
 WHOLE := gdsload transformers gdsload-model transformers:dtype=float32 gdsload-model:dtype=float32
-# The limit of a cast: two threads that do nothing else, into small and into huge pages.
+# The limits of a cast: threads that do nothing else, into small and into huge pages.
+COLD_CASTS := gdsload-model:dtype=float32,page_cache=fill \
+    bare:dtype=float32,threads=8,request_kib=2048 \
+    bare:dtype=float32,threads=8,request_kib=2048,pages=huge
 CASTS := bare:dtype=float32,threads=2,cache=mapped,request_kib=2048 \
     bare:dtype=float32,threads=2,cache=mapped,request_kib=2048,pages=huge
 WHOLE_qwen2.5-7b := gdsload transformers gdsload-model
@@ -126,7 +129,7 @@ MIXTURES ?= build/demo/small-moe build/demo/thin-moe
 bench-models: bench-deps  ## from_pretrained of MODEL=directory, as it is and cast, cold and warm
 	@test -e $(MODEL) || $(PY) -m gdsload make-checkpoint $(notdir $(MODEL)) $(MODEL)
 	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) $(PREPARE_$(notdir $(MODEL))) \
-	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE)) \
+	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE) $(COLD_CASTS)) \
 	    --output benchmarks/results/models-$(notdir $(MODEL))-cold.json
 	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --warm \
 	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE) $(CASTS)) \
