@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import random
 from itertools import pairwise
 
 import pytest
 import torch
 
+from command import process
 from gdsload._native.copies import Copier
 from gdsload._native.memory import Region
 from pagemap import resident_pages
@@ -96,6 +98,44 @@ def test_targets_outside_of_the_region_are_written_as_well(fresh: Region) -> Non
     assert sum(Copier(2).copy(copies, fresh.handle())) == 3
     assert torch.equal(target, source)
     assert fresh.read(0, 3 * UNIT) == source.numpy().tobytes()
+
+
+# Every madvise of this process fails with EINVAL, as those of an old kernel that it does not know.
+WITHOUT_ADVICE = """
+import ctypes, struct, sys
+def step(code, yes, no, k):
+    return struct.pack("HBBI", code, yes, no, k)
+program = b"".join([
+    step(0x20, 0, 0, 0),               # load the number of the system call
+    step(0x15, 0, 1, int(sys.argv[1])),
+    step(0x06, 0, 0, 0x00050016),
+    step(0x06, 0, 0, 0x7FFF0000),
+])
+buffer = ctypes.create_string_buffer(program)
+filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filter, 0, 0):
+    sys.exit(f"no seccomp here: errno {ctypes.get_errno()}")
+from gdsload._native.copies import Copier
+from gdsload._native.memory import Region
+UNIT = 2 << 20
+source = bytes(range(256)) * (5 * UNIT // 256)
+fresh = Region.anonymous(6 * UNIT)
+held = bytearray(source)
+copy = fresh.address + 1000, ctypes.addressof(ctypes.c_char.from_buffer(held)), 5 * UNIT, False
+assert sum(Copier(2).copy([copy], fresh.handle())) == 6
+assert fresh.read(0, 6 * UNIT) == bytes(1000) + source + bytes(UNIT - 1000)
+"""
+
+
+def test_memory_is_touched_without_the_advice_of_newer_kernels() -> None:
+    number = {"x86_64": "28", "aarch64": "233"}.get(platform.machine())
+    if number is None:
+        pytest.skip("the number of madvise is not known here")
+    ended = process(WITHOUT_ADVICE, number)
+    if ended.stderr.startswith("no seccomp here"):
+        pytest.skip(ended.stderr)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("copies", [[], [(4096, 0, 0, False)]])
