@@ -271,11 +271,19 @@ def loads_of(plain: Path, large: Path, model: Path) -> dict[str, Load]:
         with HostPool(64 << 20, pinned=False):
             return prefetched("pool")
 
-    def whole() -> Mapping[str, Any]:
+    def whole(**how: Any) -> Mapping[str, Any]:
         with gdsload.accelerated(stall_seconds=STALL_SECONDS):
             # With its config: where transformers may not look at one it makes up a model of 7B.
-            made = gdsload.from_pretrained(model, cls=LlamaForCausalLM, config=deepcopy(config))
+            made = gdsload.from_pretrained(
+                model, cls=LlamaForCausalLM, config=deepcopy(config), **how
+            )
             return dict(made.state_dict())
+
+    def cast() -> Mapping[str, Any]:
+        """To double precision, which holds the same values."""
+        import torch
+
+        return {name: tensor.float() for name, tensor in whole(dtype=torch.float64).items()}
 
     found: dict[str, Load] = {}
     for engine in ENGINES:
@@ -302,6 +310,7 @@ def loads_of(plain: Path, large: Path, model: Path) -> dict[str, Load]:
     found["HostPool"] = pooled
     found["from_pretrained"] = whole
     found["from_pretrained warm"] = whole
+    found["from_pretrained cast"] = cast
     return found
 
 
