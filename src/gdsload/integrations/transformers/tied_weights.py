@@ -1,12 +1,13 @@
 """Tied parameters that a checkpoint holds twice: transformers ties them only if they are equal.
 
 It compares them after the load. Here they are compared as soon as both are loaded: the rest is read
-meanwhile. They are compared as integers, twice as fast as floats. Only equality is taken from it;
-about any other pair transformers decides by itself.
+meanwhile. They are compared as bytes, several times as fast as floats. Only equality is taken from
+it; about any other pair transformers decides by itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 # transformers asks it, since version 5.23.
 ASKED = "_tied_params_are_equal"
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one size have the same bytes: in half the time of
+    torch.equal, also if it compares integers."""
+    return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
 
 
 def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -30,12 +40,8 @@ def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     if one.dtype != other.dtype or one.dtype not in floats or one.shape != other.shape:
         return False
-    offsets = one.storage_offset() | other.storage_offset()
-    if (offsets * one.itemsize | one.nbytes) % torch.int64.itemsize:
-        return False
-    one, other = one.detach().view(-1), other.detach().view(-1)
-    # Wide integers need half the time of bytes, and a sum half that of a search for NaN.
-    return torch.equal(one.view(torch.int64), other.view(torch.int64)) and not one.sum().isnan()
+    # A sum takes a small part of the time of a search for NaN.
+    return equal_bytes(one, other) and not one.detach().sum().isnan()
 
 
 class _Equality(NamedTuple):
