@@ -17,10 +17,10 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from gdsload._native.atomics cimport gds_add, gds_load_flag, gds_store_flag
+from gdsload._native.atomics cimport gds_add, gds_load_flag
 from gdsload._native.engine cimport FreshMemory
 from gdsload._native.first_touch cimport (
-    FirstTouch, close_first_touch, open_first_touch, small_took, touch_huge, touch_pages,
+    FirstTouch, close_first_touch, note_small, open_first_touch, small_took, touch_huge, touch_pages,
 )
 from gdsload._native.memory cimport UNIT_BYTES, CRegion
 from gdsload._native.page_choice cimport AUTO
@@ -95,8 +95,7 @@ cdef void copy_unit(Job *self, int64_t number) noexcept nogil:
         took += copy_piece(&pieces[piece], touches)
         nbytes += pieces[piece].nbytes
     if fresh and touches:
-        gds_add(&self.memory.small_units, 1)
-        gds_store_flag(&region.touched[unit], 1)
+        note_small(&self.memory, unit)
         if nbytes == UNIT_BYTES:
             small_took(self.first_touch, took)
 

@@ -29,5 +29,6 @@ cdef void touch_before(
 ) noexcept nogil
 cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil
 cdef int64_t touch_pages(char *address, uint64_t length) noexcept nogil
+cdef void note_small(FreshMemory *memory, uint64_t unit) noexcept nogil
 cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil
 cdef void free_bounce(Bounce *self) noexcept nogil

@@ -30,7 +30,7 @@ from gdsload._native.memory cimport UNIT_BYTES, CRegion
 from gdsload._native.page_choice cimport (
     AUTO, BOUNCE, HUGE, NO_HUGE_PAGE_NS, SMALL, choose_huge, unit_took,
 )
-from gdsload._native.pages cimport page_bytes, page_floor
+from gdsload._native.pages cimport advise, page_bytes, page_floor
 from gdsload._native.pthreads cimport (
     cpu_ns, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy, pthread_cond_wait,
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
@@ -79,12 +79,17 @@ cdef int64_t touch_pages(char *address, uint64_t length) noexcept nogil:
     """Touches each page of a range, without asking for a huge one: the CPU time that it took."""
     cdef int64_t took = cpu_ns()
     cdef char *page = <char *>page_floor(<uintptr_t>address)
-    cdef char *end = address + length
-    if madvise(page, <size_t>(end - page), MADV_POPULATE_WRITE) != 0:
-        while page < end:  # takes a quarter more CPU time
+    if advise(address, length, MADV_POPULATE_WRITE) != 0:
+        while page < address + length:  # takes a quarter more CPU time
             gds_touch(page)
             page += page_bytes()
     return cpu_ns() - took
+
+
+cdef void note_small(FreshMemory *memory, uint64_t unit) noexcept nogil:
+    """Notes that a unit was touched as small pages."""
+    gds_add(&memory.small_units, 1)
+    gds_store_flag(&memory.region.touched[unit], 1)
 
 
 cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil:
@@ -124,8 +129,7 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
 cdef void touch_small(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil:
     """Touches each page of a unit, without asking for a huge one."""
     small_took(self, touch_pages(memory.region.base + unit * UNIT_BYTES, UNIT_BYTES))
-    gds_add(&memory.small_units, 1)
-    gds_store_flag(&memory.region.touched[unit], 1)
+    note_small(memory, unit)
 
 
 cdef char *bounce_buffer(Bounce *self) noexcept nogil:
@@ -206,8 +210,7 @@ cdef int64_t read_first_touch(
             if got > 0 and buffer != NULL:
                 gds_add(&memory.bounced_bytes, got)
             if got == UNIT_BYTES:
-                gds_add(&memory.small_units, 1)
-                gds_store_flag(&memory.region.touched[unit], 1)
+                note_small(memory, unit)
         if got < 0:
             return done if done else -errno
         done += <uint64_t>got

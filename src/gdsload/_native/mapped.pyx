@@ -47,7 +47,7 @@ from gdsload._native.atomics cimport gds_load
 from gdsload._native.engine cimport Read
 from gdsload._native.memory cimport UNIT_BYTES
 from gdsload._native.page_choice cimport NO_HUGE_PAGE_NS, choose_huge, unit_took
-from gdsload._native.pages cimport page_bytes, page_floor
+from gdsload._native.pages cimport advise, page_bytes, page_floor
 from gdsload._native.pthreads cimport (
     cpu_ns, monotonic_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_unlock,
@@ -111,12 +111,6 @@ cdef void leave_mark(const Read *read, uint64_t offset) noexcept nogil:
     if pread(fd, &first, 1, <int64_t>offset) == 1:
         pread(fd, &second, 1, <int64_t>(offset + page_bytes()))
     close(fd)
-
-
-cdef int advise(char *address, uint64_t length, int advice) noexcept nogil:
-    """``madvise`` for each page of a range: 0 or -1."""
-    cdef char *start = <char *>page_floor(<uintptr_t>address)
-    return madvise(start, address + length - start, advice)
 
 
 cdef void forget(Stream *stream, uint64_t offset, uint64_t length) noexcept nogil:

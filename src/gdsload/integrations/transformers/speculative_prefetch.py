@@ -92,7 +92,7 @@ def _add(report: LoadReport, reads: Prefetch) -> None:
         for span in reads.report.spans
     ]
     # The prefetch looked before anything was read.
-    if not report.page_cache.startswith("not ") and report.page_cache != ONLY_WAITING:
+    if not report.page_cache.startswith(("not ", ONLY_WAITING)):
         report.page_cache = reads.report.page_cache or report.page_cache
     report.backend = report.backend or reads.report.backend
     report.engine = report.engine or reads.report.engine
