@@ -121,7 +121,7 @@ WHOLE := gdsload transformers gdsload-model transformers:dtype=float32 gdsload-m
 COLD_CASTS := gdsload-model:dtype=float32,page_cache=fill \
     bare:dtype=float32,threads=8,request_kib=2048 \
     bare:dtype=float32,threads=8,request_kib=2048,pages=huge
-CASTS := bare:dtype=float32,threads=2,cache=mapped,request_kib=2048 \
+WARM_CASTS := bare:dtype=float32,threads=2,cache=mapped,request_kib=2048 \
     bare:dtype=float32,threads=2,cache=mapped,request_kib=2048,pages=huge
 WHOLE_qwen2.5-7b := gdsload transformers gdsload-model
 MIXTURES ?= build/demo/small-moe build/demo/thin-moe
@@ -132,7 +132,7 @@ bench-models: bench-deps  ## from_pretrained of MODEL=directory, as it is and ca
 	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE) $(COLD_CASTS)) \
 	    --output benchmarks/results/models-$(notdir $(MODEL))-cold.json
 	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --warm \
-	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE) $(CASTS)) \
+	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE) $(WARM_CASTS)) \
 	    --output benchmarks/results/models-$(notdir $(MODEL))-warm.json
 
 bench: bench-deps  ## docs/benchmarks.md, without object stores and trees; hours
