@@ -794,18 +794,6 @@ def test_memory_of_a_closed_prefetch_goes_back(checkpoint: Path) -> None:
     assert held > sys.getrefcount(region) == 2
 
 
-def test_reader_thread_has_lower_priority_than_its_process(tiny_checkpoint: Path) -> None:
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    how = {"backend": "gated", "cache": "direct"}
-    with gated() as gate, gdsload.prefetch(tiny_checkpoint, **how) as ahead:
-        gate.request()
-        reader = ahead._thread
-        assert reader is not None and reader.native_id is not None
-        assert os.getpriority(os.PRIO_PROCESS, reader.native_id) == min(own + prefetch.NICENESS, 19)
-        gate.open()
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
-
-
 def test_failed_prefetch_holds_no_reference_to_frames_that_waited(tmp_path: Path) -> None:
     class Model:
         pass

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,9 +55,6 @@ REMEMBERED = 32  # ended prefetches that `warmup.status` can report
 # `prefetch` waits for its thread this long. Most checkpoints are open by then; beside an
 # `import torch`, the thread would take ten times as long to get there.
 HEAD_START_SECONDS = 0.025
-# Added to the niceness of the threads that read, which leaves time to the imports. A higher value
-# would starve the reads on a busy machine, and a load that waits for them cannot lower it again.
-NICENESS = 5
 _POLL_SECONDS = 0.1
 _OTHER_POLL_SECONDS = 0.01  # while another prefetch is waited for; delays `close`
 # `close` waits this long for the thread. It takes longer only if a signal handler that has
@@ -247,13 +244,6 @@ class Prefetch(quiesce.Holder):
 
     def _read(self, session: Session, ranges: Sequence[ByteRange]) -> None:
         """Posts the reads, offers the byte ranges, and waits without the GIL."""
-        if session.device == "cpu":
-            # The threads that this one starts to read inherit its niceness.
-            # Threads of a staging ring have little to do, and serve later loads too.
-            with suppress(OSError):
-                own = threading.get_native_id()
-                nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
-                os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
         ranges, self._others = self._without_others(session, ranges)
         self._goes_on()
         batch = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, ranges)
@@ -406,8 +396,7 @@ class Prefetch(quiesce.Holder):
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until all bytes are read, and compared if `verify` asks for it.
 
-        In the main thread the reads get their full share of the processor: nothing is imported
-        meanwhile.
+        In the main thread its reads to a GPU no longer yield to those of loads.
 
         Args:
             timeout: seconds to wait; None waits without a limit.
