@@ -1,7 +1,8 @@
-"""The first layers are read while transformers still builds the empty model."""
+"""Weights are read while transformers still imports and builds the empty model."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,26 +32,46 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return copy
 
 
-def first_names(source: Path, cache: str = "direct", **kwargs: Any) -> list[str]:
-    """Direct, because the headers of so small a file bring half of it into the page cache."""
+def names_of(source: Path, cache: str = "direct", **kwargs: Any) -> list[str] | None:
+    """The names to prefetch, None for all of them; [] if there is no prefetch. Direct, because the
+    headers of so small a file bring half of it into the page cache."""
     checkpoint = speculative_prefetch._open(source, Options(ReadSettings(cache=cache)), kwargs)
     if checkpoint is None:
         return []
     with checkpoint:
-        return speculative_prefetch._first_names(checkpoint, kwargs)
+        return speculative_prefetch._names(source, checkpoint, kwargs)
 
 
-def test_prefetch_takes_first_layers_up_to_the_limit(
+def test_prefetch_takes_a_whole_model_and_the_first_layers_of_a_converted_one(
     cold: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
         sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
-    assert set(first_names(cold)) == sizes.keys()
-    bound = sum(sizes.values()) // 2
-    monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", bound)
-    names = first_names(cold)
+    limit = sum(sizes.values()) // 2
+    monkeypatch.setattr(speculative_prefetch, "CONVERTED_LIMIT_BYTES", limit)
+    assert names_of(cold, dtype="auto") is None
+    assert names_of(cold, dtype="bfloat16") is None
+    names = names_of(cold, torch_dtype=torch.float16)
+    assert names
     assert names[0] == "model.embed_tokens.weight"
-    assert 0 < sum(sizes[name] for name in names) <= bound
+    assert 0 < sum(sizes[name] for name in names) <= limit
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"dtype": "auto"}], ids=str)
+def test_prefetch_foresees_the_dtype_that_transformers_chooses(
+    cold: Path, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculative_prefetch, "CONVERTED_LIMIT_BYTES", 0)
+    file = cold / "config.json"
+    facts = json.loads(file.read_text())
+    for named in ("bfloat16", "float32", None):
+        facts["dtype"] = facts["torch_dtype"] = named
+        file.write_text(json.dumps(facts))
+        whole = names_of(cold, **kwargs) is None
+        config = transformers.AutoConfig.from_pretrained(cold)
+        assert (names_of(cold, config=config, **kwargs) is None) == whole
+        model = transformers.AutoModelForCausalLM.from_pretrained(cold, **kwargs)
+        assert (model.dtype == torch.bfloat16) == whole
 
 
 def test_model_claims_the_prefetch_and_parses_each_header_once(
@@ -58,8 +79,7 @@ def test_model_claims_the_prefetch_and_parses_each_header_once(
 ) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
         total = checkpoint.total_bytes
-    monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", total // 2)
-    started: list[list[str]] = []
+    started: list[list[str] | None] = []
     parsed: list[str] = []
     real, parse = speculative_prefetch.prefetch, checkpoint_module.parse_header
 
@@ -77,13 +97,12 @@ def test_model_claims_the_prefetch_and_parses_each_header_once(
     with gdsload.accelerated(cache="direct"):
         model = gdsload.from_pretrained(cold, dtype="auto")
     report = gdsload.last_report()
-    assert len(started) == 1 and started[0]
+    assert started == [None]
     assert len(set(parsed)) == len(list(cold.glob("*.safetensors")))
     if transformers.__version__[0] > "4":  # 4.57 opens the files again, one by one
         assert len(parsed) == len(set(parsed))
     assert "prefetched" not in report.paths, "the report has the I/O path of the bytes"
     assert total <= sum(report.paths.values()) <= 2 * total
-    assert report.requests >= 2
     assert prefetches() == []
     stock = transformers.AutoModelForCausalLM.from_pretrained(cold, dtype="auto").state_dict()
     for name, tensor in model.state_dict().items():
@@ -94,7 +113,6 @@ def test_model_claims_the_prefetch_and_parses_each_header_once(
 def larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cold checkpoint of 40 MB: its headers bring little of it into the page cache."""
     monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
-    monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", 8 << 20)
     small = {"num_hidden_layers": 20, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
     config = transformers.LlamaConfig(**small, **sizes, dtype="bfloat16")
@@ -128,8 +146,8 @@ def test_prefetch_and_load_decide_together_whether_the_page_cache_is_filled(larg
 def test_warm_checkpoint_is_not_prefetched(cold: Path) -> None:
     for file in cold.glob("*.safetensors"):
         file.read_bytes()
-    assert first_names(cold, cache="auto") == []
-    assert first_names(cold) != []
+    assert names_of(cold, cache="auto") == []
+    assert names_of(cold) is None
 
 
 @pytest.mark.parametrize(
@@ -138,15 +156,15 @@ def test_warm_checkpoint_is_not_prefetched(cold: Path) -> None:
     ids=str,
 )
 def test_unknown_arguments_prevent_the_prefetch(cold: Path, kwargs: dict[str, Any]) -> None:
-    assert first_names(cold, **kwargs) == []
+    assert names_of(cold, **kwargs) == []
 
 
 def test_small_or_missing_models_are_not_prefetched(
     cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert first_names(tmp_path / "nothing") == []
+    assert names_of(tmp_path / "nothing") == []
     monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 1 << 30)
-    assert first_names(cold) == []
+    assert names_of(cold) == []
 
 
 def test_failed_load_ends_the_prefetch(cold: Path) -> None:

@@ -1,18 +1,20 @@
-"""Prefetches the first layers while transformers finds its classes and builds the empty model.
+"""Prefetches the weights while transformers imports its classes and builds the empty model.
 
-That takes 0.1 to 0.3 s before transformers requests the first weight. The load claims these
-bytes; the rest is released at its end. Nothing is prefetched if the weights may not be wanted as
-they are.
+That takes 0.1 s, and in a process that loads its first model several seconds, before transformers
+requests the first weight. The load claims these bytes; the rest is released at its end. Of weights
+that will be converted only the first are prefetched, and nothing if they may not be wanted at all.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.locate import locate
 from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError
@@ -26,10 +28,7 @@ from gdsload.planning.layer_order import in_layers
 from gdsload.readahead.prefetch import Prefetch, prefetch
 from gdsload.report import LoadReport
 
-# 0.2 s at 2.5 GB/s. Bounds the bytes that are read in vain.
-LIMIT_BYTES = 512 << 20
-# For tensors that are cast or merged: they need memory beside the model's, whose page faults cost
-# as much time as the prefetch saves.
+# Of tensors that are cast or merged: they need memory beside the model's.
 CONVERTED_LIMIT_BYTES = 128 << 20
 # A smaller model is read in the time that a thread takes to start.
 SMALL_BYTES = 256 << 20
@@ -66,7 +65,7 @@ def speculative_prefetch(
             return
         with prefetch(
             checkpoint,
-            names=_first_names(checkpoint, kwargs),
+            names=_names(source, checkpoint, kwargs),
             backend=reading.backend,
             cache=reading.cache,
             page_cache=reading.page_cache,
@@ -101,8 +100,7 @@ def _add(report: LoadReport, reads: Prefetch) -> None:
 def _open(
     source: str | os.PathLike[str], options: Options, kwargs: Mapping[str, Any]
 ) -> Checkpoint | None:
-    """The checkpoint, if a prefetch of its first layers is probably right, else None. That of a
-    URL is open already."""
+    """The checkpoint, if a prefetch is probably right, else None. That of a URL is open already."""
     if (
         kwargs.get("device_map") not in (None, "cpu")
         or kwargs.get("use_safetensors") is False
@@ -126,13 +124,19 @@ def _open(
         return None  # transformers raises the error, or finds other files
 
 
-def _first_names(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> list[str]:
-    """The tensors of the first layers, up to the limit."""
-    infos = in_layers(checkpoint.tensors.values())
-    converted = any(".experts." in info.name for info in infos) or _casts(infos, kwargs)
-    left = CONVERTED_LIMIT_BYTES if converted else LIMIT_BYTES
+def _names(
+    source: str | os.PathLike[str], checkpoint: Checkpoint, kwargs: Mapping[str, Any]
+) -> list[str] | None:
+    """The tensors to prefetch: None for all, or the first layers of a model that is converted."""
+    infos = checkpoint.tensors.values()
+    if not any(".experts." in info.name for info in infos):
+        largest = max(infos, key=lambda info: info.nbytes, default=None)
+        wanted = _wanted_dtype(source, checkpoint, kwargs)
+        if largest is None or wanted in (None, DTYPES[largest.dtype].torch_name):
+            return None
+    left = CONVERTED_LIMIT_BYTES
     names: list[str] = []
-    for info in infos:
+    for info in in_layers(infos):
         if info.nbytes > left:
             break
         names.append(info.name)
@@ -140,13 +144,45 @@ def _first_names(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> list[str]
     return names
 
 
-def _casts(infos: Sequence[TensorInfo], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller wants another dtype than the largest tensor has."""
+def _wanted_dtype(
+    source: str | os.PathLike[str], checkpoint: Checkpoint, kwargs: Mapping[str, Any]
+) -> str | None:
+    """The dtype of the model, by torch's name; None: as the checkpoint has it."""
     wanted = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    largest = max(infos, key=lambda info: info.nbytes, default=None)
-    if wanted is None or wanted == "auto" or largest is None:
-        return False
-    return str(wanted).removeprefix("torch.") != DTYPES[largest.dtype].torch_name
+    if wanted is None and not _keeps_dtypes():
+        return "float32"
+    if wanted not in (None, "auto"):
+        return str(wanted).removeprefix("torch.")
+    config = kwargs.get("config")
+    if config is not None:
+        found = getattr(config, "dtype", None)
+        return None if found is None else str(found).removeprefix("torch.")
+    if os.path.isdir(source):  # also one that stands for a URL
+        directory = os.path.join(source, kwargs.get("subfolder") or "")
+    else:
+        directory = os.path.dirname(checkpoint.shards[0].path)
+    try:
+        with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
+            facts = json.load(file)
+        found = facts.get("dtype", facts.get("torch_dtype"))
+    except (OSError, ValueError, AttributeError):
+        return None  # transformers raises the error
+    return found if isinstance(found, str) else None
+
+
+def _keeps_dtypes() -> bool:
+    """Whether transformers keeps the dtypes of a checkpoint unless it is told otherwise: from 5.0
+    on. Before, models are float32."""
+    module = sys.modules.get("transformers")
+    version = getattr(module, "__version__", "")
+    if not version:
+        from importlib import metadata  # which transformers imports as well
+
+        try:
+            version = metadata.version("transformers")
+        except metadata.PackageNotFoundError:
+            return True  # the import fails
+    return int(version.partition(".")[0]) >= 5
 
 
 def _is_warm(file: str) -> bool:
