@@ -4,7 +4,8 @@
 
 Each figure is of a fresh process; the arms take turns, and the weights are evicted from the page
 cache some seconds before the clock starts. `imports` and `read` are the two halves alone: with
-prefetch the whole should take as long as the longer one. An extra process of each arm warms the
+prefetch the whole should take as long as the longer one. `one call` is `gdsload.from_pretrained` in
+a process that has imported neither torch nor transformers. An extra process of each arm warms the
 files of Python's packages and compiles them to bytecode. "Touched" means one byte of every page of
 every tensor; the checksum of all tensors, equal for all arms, is taken after the clock has stopped.
 The picture (`gdsload bench report RESULT.json`) is the timeline of the median run of each arm.
@@ -29,8 +30,8 @@ from .layout import several, size
 from .records import Refused
 from .summary import median_run
 
-ARMS = ("imports", "read", "stock", "gdsload", "prefetch")
-MODELS = ("stock", "gdsload", "prefetch")  # the arms that end with a model
+ARMS = ("imports", "read", "stock", "gdsload", "one call", "prefetch")
+MODELS = ("stock", "gdsload", "one call", "prefetch")  # the arms that end with a model
 # On a virtual machine the host takes back the memory that the last process and the page cache have
 # freed: for a second or two that slows down the next process, its imports most of all.
 SETTLE_SECONDS = 3.0
@@ -69,6 +70,12 @@ if arm == "read":
     mark("imports")
     with gdsload.prefetch(source) as ahead:
         ahead.wait()
+elif arm == "one call":
+    import gdsload
+    mark("imports")
+    model = gdsload.from_pretrained(source, dtype="auto")
+    mark("loaded")
+    touch(model.state_dict().values())
 else:
     import torch, transformers
     from transformers import AutoModelForCausalLM, AutoConfig
@@ -87,10 +94,10 @@ else:
 mark("ready")
 if arm not in ("imports", "read"):
     checksum = checksum_of(model.state_dict().values())
-if arm in ("prefetch", "read"):
-    report = ahead.report
+if arm in ("prefetch", "read", "one call"):
+    report = gdsload.last_report() if arm == "one call" else ahead.report
     spans = [(s.name, s.start - begin, s.end - begin) for s in report.spans
-             if s.track != "phases"]
+             if s.track.startswith("requests")]
 print(json.dumps({"marks": marks, "checksum": checksum, "reads": spans}))
 """
 
