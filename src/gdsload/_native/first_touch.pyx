@@ -63,14 +63,14 @@ cdef void close_first_touch(FirstTouch *self) noexcept nogil:
 
 cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept nogil:
     """Touches a unit as a huge page, and returns the CPU time that it took. `huge` becomes 0 if the
-    kernel had no huge page free and gave a small one; writes then touch the other 511."""
+    kernel had no huge page free and gave a smaller one; writes then touch the rest."""
     cdef char *base = region.base + unit * UNIT_BYTES
     cdef unsigned char resident = 0
     cdef int64_t took = cpu_ns()
     madvise(base, UNIT_BYTES, MADV_HUGEPAGE)
     gds_touch(base)
     took = cpu_ns() - took
-    mincore(base + page_bytes(), 1, &resident)
+    mincore(base + UNIT_BYTES - page_bytes(), 1, &resident)
     huge[0] = resident & 1
     return took
 

@@ -37,10 +37,13 @@ cdef extern from * nogil:
         pthread_condattr_destroy(&attr);
         return error;
     }
-    /* A native thread must not take the process's signals: Python wants them on its main thread. */
+    /* A native thread must not take the process's signals: Python wants them on its main thread.
+       Its own faults are for whoever handles them, such as faulthandler. */
     static inline int start_quiet_thread(pthread_t *thread, void *(*run)(void *), void *arg) {
         sigset_t all, before;
         sigfillset(&all);
+        const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
+        for (unsigned i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&all, faults[i]);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         int error = pthread_create(thread, NULL, run, arg);
         pthread_sigmask(SIG_SETMASK, &before, NULL);

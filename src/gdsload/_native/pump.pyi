@@ -1,10 +1,16 @@
 from typing import final
 
+OPEN_SECONDS: float
+
 @final
 class Pump:
     pid: int
     def __new__(
-        cls, engine: object, depth: int, buffers: list[tuple[int, int]] | None = None
+        cls,
+        engine: object,
+        depth: int,
+        buffers: list[tuple[int, int]] | None = None,
+        open_seconds: float = ...,
     ) -> Pump: ...
     @property
     def fixed_buffers(self) -> bool: ...

@@ -10,7 +10,7 @@ retry. It also applies the bandwidth limits that all pumps share.
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetContext, PyCapsule_GetPointer, PyCapsule_New
-from libc.errno cimport EAGAIN, EBUSY, EFAULT, EINTR, EINVAL, EOPNOTSUPP
+from libc.errno cimport EAGAIN, EBUSY, EFAULT, EINTR, EINVAL, EOPNOTSUPP, ETIMEDOUT
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, malloc
 from posix.time cimport timespec
@@ -372,10 +372,14 @@ cdef void *serve(void *arg) noexcept nogil:
     cdef int64_t wait_ns
     cdef int64_t cancels_sent = 0
     cdef int taken, seen, wanted, cancelled, given_up, pause = 0
-    pthread_mutex_lock(&self.lock)
-    self.broken = self.ops.open(
-        &self.engine, self.context, self.depth, self.buffers, self.buffer_count, &self.fixed
+    cdef void *engine = NULL
+    cdef int fixed = 0
+    # Without the lock: a driver may hang here, and the constructor gives up then.
+    cdef int broken = self.ops.open(
+        &engine, self.context, self.depth, self.buffers, self.buffer_count, &fixed
     )
+    pthread_mutex_lock(&self.lock)
+    self.engine, self.fixed, self.broken = engine, fixed, broken
     pthread_cond_broadcast(&self.settled)  # the constructor waits for the engine
     while not self.broken:
         self.idle = 0
@@ -425,6 +429,9 @@ cdef void *serve(void *arg) noexcept nogil:
     return NULL
 
 
+OPEN_SECONDS = 30.0  # of the drivers that an engine opens
+
+
 @cython.final
 cdef class Pump:
     """One engine and the native thread that drives it. Close it, or let it be collected."""
@@ -432,10 +439,13 @@ cdef class Pump:
     cdef CPump *pump
     cdef readonly int pid
 
-    def __cinit__(self, object engine, int depth, list buffers=None):
+    def __cinit__(
+        self, object engine, int depth, list buffers=None, double open_seconds=OPEN_SECONDS
+    ):
         """``engine``: its capsule. ``buffers``: (address, bytes) to register with the engine.
 
-        Raises OSError with the engine's errno if it cannot be opened.
+        Raises OSError with the engine's errno if it cannot be opened; ETIMEDOUT if opening takes
+        more than ``open_seconds``: its thread then ends when the call returns.
         """
         cdef CPump *made
         cdef int i
@@ -462,12 +472,12 @@ cdef class Pump:
         for i in range(made.buffer_count):
             made.buffers[i].address = <char *><size_t>buffers[i][0]
             made.buffers[i].length = <uint64_t>buffers[i][1]
-        self.start()
+        self.start(<int64_t>(open_seconds * 1e9))
 
-    cdef start(self):
+    cdef start(self, int64_t open_ns):
         cdef CPump *pump = self.pump
         cdef timespec until
-        cdef int error
+        cdef int error, opened
         pump.references = 2
         error = start_quiet_thread(&pump.thread, serve, pump)
         if error != 0:
@@ -475,15 +485,19 @@ cdef class Pump:
             raise OSError(error, f"no thread for the pump: {os.strerror(error)}")
         pump.running = 1
         with nogil:
+            deadline_in(&until, open_ns)
             pthread_mutex_lock(&pump.lock)
-            while pump.engine == NULL and pump.broken == 0:
-                deadline_in(&until, IDLE_WAIT_NS)
-                pthread_cond_timedwait(&pump.settled, &pump.lock, &until)
-            error = pump.broken
+            while pump.engine == NULL and pump.broken == 0 and error == 0:
+                error = pthread_cond_timedwait(&pump.settled, &pump.lock, &until)
+            error = pump.broken if pump.engine == NULL else 0
+            opened = pump.engine != NULL
             pthread_mutex_unlock(&pump.lock)
         if error:
             self.close(1.0)
             raise OSError(-error, os.strerror(-error))
+        if not opened:
+            self.close(0.0)
+            raise OSError(ETIMEDOUT, f"its driver did not answer for {open_ns / 1e9:g} s")
 
     @property
     def fixed_buffers(self):

@@ -49,6 +49,7 @@ cdef enum:
     MPOL_PREFERRED = 1
     MAP_BIT = 62
     MAP_SHIFT = 44
+    LEAST_MAPS = 1024
     MOST_MAPS = 262144
     # Shortest time between two polls of a copy, and the bytes that take at least as long: 4 MiB take
     # 80 us at 55 GB/s.
@@ -222,6 +223,7 @@ cdef struct CStage:
     pthread_mutex_t lock
     CMap **maps
     int room
+    int next_map            # where a free number is searched first
     int64_t copies
     int64_t copied_bytes
 
@@ -327,7 +329,7 @@ cdef class Stage:
         Raises OSError if the device refuses a stream.
         """
         cdef CStage *made = <CStage *>calloc(1, sizeof(CStage))
-        cdef int code, mode
+        cdef int code, mode, ordinal
         if made == NULL:
             raise MemoryError("no memory for a stage")
         made.references = 1
@@ -346,22 +348,24 @@ cdef class Stage:
         made.engine_context = PyCapsule_GetContext(engine)
         if files is not None:
             made.engine_context = <void *><uintptr_t>files.address
-        code = made.cuda.device_get(&made.device, device.ordinal)
-        if code == CUDA_SUCCESS:
-            code = made.cuda.primary_retain(&made.context, made.device)
-            if code != CUDA_SUCCESS:
-                made.context = NULL
-        if code == CUDA_SUCCESS:
-            code = enter_context(made.cuda, made.context, &mode)
-        if code == CUDA_SUCCESS:
-            code = made.cuda.stream_create(&made.stream, CU_STREAM_NON_BLOCKING)
-            if code != CUDA_SUCCESS:
-                made.stream = NULL
-            else:
-                code = made.cuda.event_create(&made.gate, CU_EVENT_DISABLE_TIMING)
+        ordinal = device.ordinal
+        with nogil:  # the driver may be busy with another thread
+            code = made.cuda.device_get(&made.device, ordinal)
+            if code == CUDA_SUCCESS:
+                code = made.cuda.primary_retain(&made.context, made.device)
                 if code != CUDA_SUCCESS:
-                    made.gate = NULL
-            leave_context(made.cuda, mode)
+                    made.context = NULL
+            if code == CUDA_SUCCESS:
+                code = enter_context(made.cuda, made.context, &mode)
+            if code == CUDA_SUCCESS:
+                code = made.cuda.stream_create(&made.stream, CU_STREAM_NON_BLOCKING)
+                if code != CUDA_SUCCESS:
+                    made.stream = NULL
+                else:
+                    code = made.cuda.event_create(&made.gate, CU_EVENT_DISABLE_TIMING)
+                    if code != CUDA_SUCCESS:
+                        made.gate = NULL
+                leave_context(made.cuda, mode)
         if code != CUDA_SUCCESS:
             raise OSError(EIO, f"the device refused a stream (CUDA error {code})")
 
@@ -427,7 +431,7 @@ cdef class AddressMap:
         cdef Share *share
         cdef uint64_t start, length, to, most = <uint64_t>1 << MAP_SHIFT
         cdef int64_t at, nbytes
-        cdef int i, room
+        cdef int i, place, room
         cdef Py_ssize_t count = 0
         self.number = -1
         self.stage = stage
@@ -460,12 +464,14 @@ cdef class AddressMap:
             if share.start < made.shares[i - 1].start + made.shares[i - 1].length:
                 raise ValueError(f"two shares of an address map overlap at {share.start}")
         pthread_mutex_lock(&stage.stage.lock)
+        # A number is used again as late as possible: the pump may still hold an address of its map.
         for i in range(stage.stage.room):
-            if stage.stage.maps[i] == NULL:
-                self.number = i
+            place = (stage.stage.next_map + i) % stage.stage.room
+            if stage.stage.maps[place] == NULL:
+                self.number = place
                 break
         if self.number < 0 and stage.stage.room < MOST_MAPS:
-            room = min(2 * stage.stage.room + 8, <int>MOST_MAPS)
+            room = min(2 * stage.stage.room + LEAST_MAPS, <int>MOST_MAPS)
             grown = <CMap **>realloc(stage.stage.maps, room * sizeof(CMap *))
             if grown != NULL:
                 memset(grown + stage.stage.room, 0, (room - stage.stage.room) * sizeof(void *))
@@ -474,6 +480,7 @@ cdef class AddressMap:
                 stage.stage.room = room
         if self.number >= 0:
             stage.stage.maps[self.number] = made
+            stage.stage.next_map = self.number + 1
         pthread_mutex_unlock(&stage.stage.lock)
         if self.number < 0:
             raise MemoryError("too many address maps")
