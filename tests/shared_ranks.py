@@ -284,6 +284,11 @@ def unknown_name(folder: Path) -> Any:
     gdsload.load_file(folder, names=names, group=dist.group.WORLD)
 
 
+def unknown_shard(folder: Path) -> Any:
+    shards = {"gone": 0} if dist.get_rank() == 1 else None
+    gdsload.load_file(folder, shards=shards, group=dist.group.WORLD)
+
+
 def interrupted(tensors: Iterable[tuple[str, torch.Tensor]], act: Callable[[], None]) -> Iterator:
     for number, pair in enumerate(tensors):
         if number == 0 and dist.get_rank() == 1:
@@ -510,7 +515,7 @@ def killed(folder: Path) -> Any:
 CASES = (
     whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
-    unknown_name, failed_read, rewritten, no_room, no_room_together, own_limit, no_room_of_own,
-    no_memory, no_memory_to_send, full_device, failed_consumer, interrupted_rank, closed_by_all,
-    again, default_device, later, subgroup, devices, silent_rank, missed,
+    unknown_name, unknown_shard, failed_read, rewritten, no_room, no_room_together, own_limit,
+    no_room_of_own, no_memory, no_memory_to_send, full_device, failed_consumer, interrupted_rank,
+    closed_by_all, again, default_device, later, subgroup, devices, silent_rank, missed,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.memory.host_buffers import current_pool
 from gdsload.memory.host_pool import HostPool
-from gdsload.readahead.prefetch import CANCELLED, CLOSED, TIERS, Prefetch, prefetch, started
+from gdsload.readahead.prefetch import CANCELLED, CLOSED, FAILED, TIERS, Prefetch, prefetch, started
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import STALL_SECONDS
 
@@ -144,10 +144,10 @@ class Hook:
         self._lock = fork_safe_lock(self)
 
     def start(self) -> Prefetch:
-        """Starts the prefetch. Returns the running one if it was not closed or cancelled."""
+        """Starts the prefetch. Returns the one that runs or has ended well, if there is one."""
         with self._lock:
             ahead = self._prefetch
-            if ahead is None or ahead.progress().state in (CANCELLED, CLOSED):
+            if ahead is None or ahead.progress().state in (CANCELLED, CLOSED, FAILED):
                 ahead = self._prefetch = self._prefetch_now()
             return ahead
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 from pathlib import Path
@@ -203,6 +204,24 @@ def test_unopenable_engine_falls_back_to_the_next(monkeypatch: pytest.MonkeyPatc
         assert backend.pump is not None
         assert opened[0] == first and backend.engine == opened[-1] != first
         assert "Resource temporarily" in backend.refusals[f"posix/{first}"]
+
+
+@pytest.mark.parametrize(
+    "engine,code,text,hint",
+    [
+        ("uring", errno.EPERM, "Operation not permitted", "io_uring_setup"),
+        ("linuxaio", errno.EPERM, "Operation not permitted", ""),
+        ("linuxaio", errno.EAGAIN, "Resource temporarily unavailable", "fs.aio-max-nr"),
+        ("linuxaio", errno.EAGAIN, "no thread for the pump: Resource", "pids.max"),
+        ("threads", errno.EAGAIN, "Resource temporarily unavailable", "pids.max"),
+        ("uring", errno.EMFILE, "Too many open files", "ulimit -n"),
+    ],
+)
+def test_hint_is_about_the_engine_that_did_not_open(
+    engine: str, code: int, text: str, hint: str
+) -> None:
+    found = engines.unopened(engine, OSError(code, text)).hint
+    assert hint in found if hint else not found
 
 
 def test_temporary_refusal_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

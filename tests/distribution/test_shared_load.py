@@ -129,6 +129,7 @@ def test_shared_load_per_node_reads_each_byte_once_on_every_node(
     [
         ("missing_file", "CheckpointNotFound", "rank 1 failed: CheckpointNotFound: "),
         ("unknown_name", "CheckpointError", "rank 1 failed: CheckpointError: "),
+        ("unknown_shard", "CheckpointError", "rank 1 failed: CheckpointError: "),
         ("failed_read", "", "rank 1 failed: "),
         ("no_memory", "PlacementError", "rank 1 failed: PlacementError: no "),
         ("no_memory_to_send", "PlacementError", "rank 1 failed: PlacementError: no "),

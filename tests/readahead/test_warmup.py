@@ -80,6 +80,14 @@ def test_a_hook_starts_anew_what_was_closed(checkpoint: Path) -> None:
         assert second is not first and second.wait(PATIENCE_SECONDS)
 
 
+def test_a_hook_starts_anew_what_failed(checkpoint: Path, tmp_path: Path) -> None:
+    hook = warmup.hook(tmp_path / "later", wait=True)
+    with pytest.raises(CheckpointNotFound):
+        hook()
+    shutil.copytree(checkpoint, tmp_path / "later")
+    assert hook().progress().state == "landed"
+
+
 def test_a_hook_is_the_life_of_an_application(checkpoint: Path, gate: Gate) -> None:
     app = object()
 

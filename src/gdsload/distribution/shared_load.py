@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdsload.checkpoint import TensorInfo
+from gdsload.checkpoint.selection import no_such_tensor
 from gdsload.distribution.exchange import Exchange, Shards, agreed_layouts, boxes_of
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
 from gdsload.distribution.shares import wanted_bytes_of
@@ -88,6 +89,11 @@ def shared_tensors(
         opened() as (session, infos, advance),
     ):
         rank = readers.rank
+        if not callable(sharing.shards):
+            tensors = session.checkpoint.tensors
+            for name in sharing.shards:
+                if name not in tensors:
+                    raise no_such_tensor(name, tensors, session.checkpoint.source)
         boxes = boxes_of(infos, sharing.shards, readers.numbers[rank], readers.whole_size)
         wanted = {info.name: box for info, box in zip(infos, boxes, strict=True)}
         layouts, window_bytes = agreed_layouts(readers, session, wanted, window_bytes, arrange)

@@ -463,8 +463,10 @@ class Prefetch(quiesce.Holder):
         """In a child of fork(): the reads and the memory belong to the parent."""
         self._ended = threading.Event()
         self._offer, self._batch = claims.Offer(self.source), None
-        if self._state in (OPENING, READING):
-            self._state = CANCELLED
+        if self._state in (OPENING, READING) or (
+            self._state == COMPLETE and self.tier != "pagecache"
+        ):
+            self._state, self._complete = CANCELLED, False
         self._ended.set()
 
     def __enter__(self) -> Prefetch:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, Progress
 from gdsload.checkpoint import Identity
-from gdsload.errors import FileChanged, ReadError
+from gdsload.errors import FileChanged, PlacementError, ReadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import OfferedRange
 from gdsload.loading.session import Session
@@ -135,7 +135,10 @@ class _Scratch(HostBuffers):
     """One small region for all transfers, which may overwrite each other."""
 
     def __init__(self, plan: ReadPlan, *_: object) -> None:
-        self.starts = [BufferView(Region.anonymous(one.length), 0) for one in plan.targets]
+        try:
+            self.starts = [BufferView(Region.anonymous(one.length), 0) for one in plan.targets]
+        except MemoryError as error:
+            raise PlacementError(str(error)) from error
 
     def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         return {}

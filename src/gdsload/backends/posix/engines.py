@@ -45,14 +45,17 @@ _PERMANENT = frozenset(
     {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETIMEDOUT}
 )
 _HINTS = {
-    errno.EPERM: "seccomp or kernel.io_uring_disabled blocks it: allow io_uring_setup, or set it"
-    " to 0",
     errno.ENOSYS: "this kernel, or its sandbox, does not have it",
-    errno.EAGAIN: "raise fs.aio-max-nr",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENOMEM: "raise the limit on locked memory (ulimit -l)",
 }
+_HINTS_OF = {
+    ("uring", errno.EPERM): "seccomp or kernel.io_uring_disabled blocks it: allow io_uring_setup,"
+    " or set it to 0",
+    ("uring", errno.ENOMEM): "raise the limit on locked memory (ulimit -l)",
+    ("linuxaio", errno.EAGAIN): "raise fs.aio-max-nr",
+}
+_MORE_THREADS = "raise the limits on processes (ulimit -u, pids.max)"
 
 
 def first_working(names: Sequence[str], refusals: dict[str, str]) -> str:
@@ -135,4 +138,8 @@ def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
 def unopened(engine: str, error: OSError) -> Support:
     """The answer for an engine that did not open."""
     why = f"{engine} cannot be opened: {error.strerror}"
-    return Support(False, (why,), _HINTS.get(error.errno or 0, ""))
+    code = error.errno or 0
+    hint = _HINTS_OF.get((engine, code)) or _HINTS.get(code, "")
+    if code == errno.EAGAIN and (engine == "threads" or "no thread" in why):
+        hint = _MORE_THREADS
+    return Support(False, (why,), hint)
