@@ -18,6 +18,7 @@ from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
+from gdsload.readahead import prefetch as readahead_prefetch
 from gdsload.readahead.prefetch import prefetches
 
 
@@ -32,44 +33,33 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return copy
 
 
-def names_of(source: Path, cache: str = "direct", **kwargs: Any) -> list[str] | None:
-    """The names to prefetch, None for all of them; [] if there is no prefetch. Direct, because the
-    headers of so small a file bring half of it into the page cache."""
+def is_prefetched(source: Path, cache: str = "direct", **kwargs: Any) -> bool:
+    """Direct, because the headers of so small a file bring half of it into the page cache."""
     checkpoint = speculative_prefetch._open(source, Options(ReadSettings(cache=cache)), kwargs)
     if checkpoint is None:
-        return []
+        return False
     with checkpoint:
-        return speculative_prefetch._names(source, checkpoint, kwargs)
+        return not speculative_prefetch._is_converted(source, checkpoint, kwargs)
 
 
-def test_prefetch_takes_a_whole_model_and_the_first_layers_of_a_converted_one(
-    cold: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with gdsload.Checkpoint.open(cold) as checkpoint:
-        sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
-    limit = sum(sizes.values()) // 2
-    monkeypatch.setattr(speculative_prefetch, "CONVERTED_LIMIT_BYTES", limit)
-    assert names_of(cold, dtype="auto") is None
-    assert names_of(cold, dtype="bfloat16") is None
-    names = names_of(cold, torch_dtype=torch.float16)
-    assert names
-    assert names[0] == "model.embed_tokens.weight"
-    assert 0 < sum(sizes[name] for name in names) <= limit
+def test_weights_that_are_cast_are_not_prefetched(cold: Path) -> None:
+    assert is_prefetched(cold, dtype="auto")
+    assert is_prefetched(cold, dtype="bfloat16")
+    assert not is_prefetched(cold, torch_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"dtype": "auto"}], ids=str)
 def test_prefetch_foresees_the_dtype_that_transformers_chooses(
-    cold: Path, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    cold: Path, kwargs: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(speculative_prefetch, "CONVERTED_LIMIT_BYTES", 0)
     file = cold / "config.json"
     facts = json.loads(file.read_text())
     for named in ("bfloat16", "float32", None):
         facts["dtype"] = facts["torch_dtype"] = named
         file.write_text(json.dumps(facts))
-        whole = names_of(cold, **kwargs) is None
+        whole = is_prefetched(cold, **kwargs)
         config = transformers.AutoConfig.from_pretrained(cold)
-        assert (names_of(cold, config=config, **kwargs) is None) == whole
+        assert is_prefetched(cold, config=config, **kwargs) == whole
         model = transformers.AutoModelForCausalLM.from_pretrained(cold, **kwargs)
         assert (model.dtype == torch.bfloat16) == whole
 
@@ -79,7 +69,7 @@ def test_model_claims_the_prefetch_and_parses_each_header_once(
 ) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
         total = checkpoint.total_bytes
-    started: list[list[str] | None] = []
+    started: list[gdsload.Checkpoint] = []
     parsed: list[str] = []
     real, parse = speculative_prefetch.prefetch, checkpoint_module.parse_header
 
@@ -90,19 +80,21 @@ def test_model_claims_the_prefetch_and_parses_each_header_once(
     monkeypatch.setattr(checkpoint_module, "parse_header", counted)
 
     def watched(source: Any, **named: Any) -> Any:
-        started.append(named["names"])
+        started.append(source)
         return real(source, **named)
 
     monkeypatch.setattr(speculative_prefetch, "prefetch", watched)
     with gdsload.accelerated(cache="direct"):
         model = gdsload.from_pretrained(cold, dtype="auto")
     report = gdsload.last_report()
-    assert started == [None]
+    assert len(started) == 1
     assert len(set(parsed)) == len(list(cold.glob("*.safetensors")))
     if transformers.__version__[0] > "4":  # 4.57 opens the files again, one by one
         assert len(parsed) == len(set(parsed))
     assert "prefetched" not in report.paths, "the report has the I/O path of the bytes"
     assert total <= sum(report.paths.values()) <= 2 * total
+    assert report.depth > 0
+    assert report.requests > 0
     assert prefetches() == []
     stock = transformers.AutoModelForCausalLM.from_pretrained(cold, dtype="auto").state_dict()
     for name, tensor in model.state_dict().items():
@@ -146,8 +138,8 @@ def test_prefetch_and_load_decide_together_whether_the_page_cache_is_filled(larg
 def test_warm_checkpoint_is_not_prefetched(cold: Path) -> None:
     for file in cold.glob("*.safetensors"):
         file.read_bytes()
-    assert names_of(cold, cache="auto") == []
-    assert names_of(cold) is None
+    assert not is_prefetched(cold, cache="auto")
+    assert is_prefetched(cold, dtype="auto")
 
 
 @pytest.mark.parametrize(
@@ -156,15 +148,36 @@ def test_warm_checkpoint_is_not_prefetched(cold: Path) -> None:
     ids=str,
 )
 def test_unknown_arguments_prevent_the_prefetch(cold: Path, kwargs: dict[str, Any]) -> None:
-    assert names_of(cold, **kwargs) == []
+    assert not is_prefetched(cold, dtype="auto", **kwargs)
+
+
+def test_nothing_is_prefetched_to_the_host_that_is_wanted_elsewhere_or_read_already(
+    cold: Path,
+) -> None:
+    with torch.device("meta"):
+        assert not is_prefetched(cold, dtype="auto")
+    with gdsload.prefetch(cold, cache="direct"):
+        assert not is_prefetched(cold, dtype="auto")
+    assert is_prefetched(cold, dtype="auto")
+
+
+def test_failure_of_the_prefetch_is_in_the_report(
+    cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise gdsload.PlacementError("no room")
+
+    monkeypatch.setattr(readahead_prefetch, "byte_ranges_of", refuse)
+    gdsload.from_pretrained(cold, dtype="auto")
+    assert "no room" in gdsload.last_report().refusals["prefetch"]
 
 
 def test_small_or_missing_models_are_not_prefetched(
     cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert names_of(tmp_path / "nothing") == []
+    assert not is_prefetched(tmp_path / "nothing", dtype="auto")
     monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 1 << 30)
-    assert names_of(cold) == []
+    assert not is_prefetched(cold, dtype="auto")
 
 
 def test_failed_load_ends_the_prefetch(cold: Path) -> None:

@@ -64,8 +64,8 @@ import sys
 import gdsload
 from gdsload.loading import whole_tensors
 post = whole_tensors.post
-def noted(*words):
-    batch = post(*words)
+def noted(*words, **named):
+    batch = post(*words, **named)
     print("torch" in sys.modules)
     return batch
 whole_tensors.post = noted

@@ -336,8 +336,8 @@ def test_progress_bar_is_made_after_the_first_read_was_posted(
 
     post = whole_tensors.post
 
-    def noted(*args: Any) -> Any:
-        batch = post(*args)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        batch = post(*args, **kwargs)
         events.append("posted")
         return batch
 

@@ -334,8 +334,13 @@ def test_order_of_use_does_not_cut_reads_into_the_page_cache(path: Path) -> None
 def test_report_of_an_open_file_says_what_its_reads_leave(path: Path) -> None:
     with gdsload.safe_open(path) as opened:
         for name in ("t0", "t1"):
+            page_cache.evict(path)
             opened.get_tensor(name)
             assert gdsload.last_report().page_cache.startswith("filled: ")
+    page_cache.evict(path)
+    with gdsload.safe_open(path) as opened:
+        _ = opened.get_slice("t2")[:1]
+        assert gdsload.last_report().page_cache.startswith("not filled: reading ahead")
 
 
 def test_small_file_is_left_out_of_the_page_cache_if_the_caller_asks_for_it(tmp_path: Path) -> None:

@@ -291,10 +291,10 @@ def test_handle_closed_during_a_read_waits_for_it(
     reading, closing = threading.Event(), threading.Event()
     load = safetensors_file.load
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **kwargs: Any) -> Any:
         reading.set()
         assert closing.wait(60)
-        return load(*args)
+        return load(*args, **kwargs)
 
     monkeypatch.setattr(safetensors_file, "load", slow)
     got: list[torch.Tensor] = []

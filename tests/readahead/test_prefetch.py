@@ -32,6 +32,7 @@ from gdsload.loading import claims
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
+from gdsload.loading.window_writer import WindowWriter
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.readahead import prefetch, prefetch_batch
@@ -638,9 +639,11 @@ def test_a_child_finds_nothing_of_its_parents(checkpoint: Path) -> None:
         assert ahead.wait(PATIENCE_SECONDS)
         child = os.fork()
         if child == 0:
-            os._exit(0 if prefetches() == [] == claims.offered() else 1)
+            gone = ahead.progress().state == "cancelled" and not ahead.progress().claimed_bytes
+            os._exit(0 if gone and prefetches() == [] == claims.offered() else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert prefetches() == [ahead]
+        assert ahead.progress().state == "landed"
 
 
 def test_a_child_is_told_that_the_reads_stayed_in_the_parent(checkpoint: Path, gate: Gate) -> None:
@@ -811,31 +814,63 @@ def test_failed_prefetch_holds_no_reference_to_frames_that_waited(tmp_path: Path
         ahead.wait(60)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_bytes_that_no_load_takes_are_given_back(keep: bool, tmp_path: Path) -> None:
-    """Also if a tensor that a load took lies in the same memory."""
-    each = 8 << 20
+EACH = 8 << 20  # bytes of the tensors below
 
-    def has_memory(address: int) -> bool:
-        """Whether the system has given memory to most of these addresses."""
-        pages = each // PAGESIZE - 1  # whole ones
-        resident = (ctypes.c_ubyte * pages)()
-        start = ctypes.c_void_p(-(-address // PAGESIZE) * PAGESIZE)
-        if ctypes.CDLL(None).mincore(start, ctypes.c_size_t(pages * PAGESIZE), resident):
-            return False  # they are not mapped
-        return sum(resident) > pages // 2
 
-    save_file(
-        {f"t{n}": torch.full((each,), n, dtype=torch.uint8) for n in range(6)},
-        tmp_path / "model.safetensors",
-    )
+def has_memory(address: int) -> bool:
+    """Whether the system has given memory to most of the EACH bytes at this address."""
+    pages = EACH // PAGESIZE - 1  # whole ones
+    resident = (ctypes.c_ubyte * pages)()
+    start = ctypes.c_void_p(-(-address // PAGESIZE) * PAGESIZE)
+    if ctypes.CDLL(None).mincore(start, ctypes.c_size_t(pages * PAGESIZE), resident):
+        return False  # they are not mapped
+    return sum(resident) > pages // 2
+
+
+@pytest.fixture
+def six(tmp_path: Path) -> Path:
+    """Six tensors, not in the page cache."""
+    tensors = {f"t{n}": torch.full((EACH,), n, dtype=torch.uint8) for n in range(6)}
+    save_file(tensors, tmp_path / "model.safetensors")
     page_cache.evict(tmp_path / "model.safetensors")
-    with gdsload.prefetch(tmp_path, cache="direct", keep=keep) as ahead:
+    return tmp_path
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_bytes_that_no_load_takes_are_given_back(keep: bool, six: Path) -> None:
+    """Also if a tensor that a load took lies in the same memory."""
+    with gdsload.prefetch(six, cache="direct", keep=keep) as ahead:
         ahead.wait()
-        tensors = gdsload.load_file(tmp_path, names=["t3"])
+        tensors = gdsload.load_file(six, names=["t3"])
         taken = tensors["t3"].data_ptr()
-        others = [taken + n * each for n in (-3, -2, -1, 1, 2)]
+        others = [taken + n * EACH for n in (-3, -2, -1, 1, 2)]
         assert [has_memory(address) for address in others] == [keep] * len(others)
     assert not any(has_memory(address) for address in others)
     assert has_memory(taken)
     assert bool((tensors["t3"] == 3).all())
+
+
+def test_bytes_that_were_cast_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Window by window: otherwise the whole checkpoint would stay beside its copy."""
+    count = EACH // 2
+    tensors = {f"t{n}": torch.full((count,), n, dtype=torch.bfloat16) for n in range(6)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    page_cache.evict(tmp_path / "model.safetensors")
+    left: list[bool] = []
+    write = WindowWriter._write
+
+    def noted(writer: WindowWriter, window: Any, batch: Batch) -> None:
+        views = dict(batch.views)
+        write(writer, window, batch)
+        left.extend(has_memory(view.region.address + view.offset) for view in views.values())
+
+    monkeypatch.setattr(WindowWriter, "_write", noted)
+    targets = {name: torch.full((count,), -1.0) for name in tensors}
+    with gdsload.prefetch(tmp_path, cache="direct") as ahead:
+        ahead.wait()
+        gdsload.load_into(targets, tmp_path)
+    assert left == [False] * 6
+    for n in range(6):
+        assert bool((targets[f"t{n}"] == n).all())

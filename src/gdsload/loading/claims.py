@@ -131,8 +131,7 @@ class Offer:
             return
         for row in rows:
             if row.view is not None and not row.of_file and batch.has_arrived(row.first, row.last):
-                nbytes = row.end - row.start
-                row.view.region.view(row.view.offset, nbytes, (nbytes,), 1, 8)  # it dies at once
+                row.view.give_back(row.end - row.start)
 
     def hurry(self) -> None:
         """A load waits for it now: it no longer yields to loads."""

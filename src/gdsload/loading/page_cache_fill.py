@@ -41,8 +41,8 @@ SMALL_BYTES = 2 << 20
 LEAST_READ_AHEAD = 128 << 10
 # If less of the files was in the page cache before, the report does not tell it.
 LEAST_SHARE = 0.01
-# The report of a load some of whose reads do not want to fill it.
-ONLY_WAITING = "filled only while copies waited for the storage"
+# The report of a load some of whose reads fill it, and others do not.
+ONLY_SOME = "filled by some reads only"
 # Options of the backend posix that only reads past the page cache have.
 PAST_OPTIONS = frozenset({"pages", "request_bytes"})
 
@@ -52,8 +52,6 @@ class PageCacheFill:
 
     Attributes:
         small: Whether the checkpoint is so small that it is filled without a backend.
-        of_parts: Whether the next reads are of parts of tensors. Unless the caller asked for it,
-            these do not fill the page cache: the read-ahead would read beyond them.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: ReadSettings) -> None:
@@ -66,18 +64,24 @@ class PageCacheFill:
         self._total_bytes = sum(shard.size for shard in checkpoint.shards)
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not checkpoint.remote
         self.small = may_fill and self._total_bytes <= SMALL_BYTES
-        self.of_parts = False
         self._decided: bool | None = None  # None: not yet
+        self._text = ""  # for the report
 
-    def active(self, wanted: bool = True) -> bool:
-        """Whether the next reads fill the page cache, if they want to, or were asked to."""
-        return bool(self._decided) and (self._asked or (wanted and not self.of_parts))
+    def active(self, past_cache: str = "") -> bool:
+        """Whether reads fill the page cache. `past_cache`: why they had better not, which does not
+        count if the caller asked for it."""
+        return bool(self._decided) and (self._asked or not past_cache)
 
-    def decide(self, report: LoadReport, nbytes: int, beside_bytes: int = 0) -> None:
+    def note(self, report: LoadReport, past_cache: str = "") -> None:
+        """Notes in the report what `active` decides, and why."""
+        passes = self._decided and not self.active(past_cache)
+        text = f"not filled: {past_cache}" if passes else self._text
+        report.page_cache = text if report.page_cache in ("", text) else ONLY_SOME
+
+    def decide(self, nbytes: int, beside_bytes: int = 0) -> None:
         """Decides, once, for all later reads.
 
         Args:
-            report: Gets the reason.
             nbytes: Bytes to load, for which memory must have room; 0: all of the checkpoint.
             beside_bytes: Bytes of memory that the load also fills with copies, such as parameters
                 that are cast or merged.
@@ -89,18 +93,18 @@ class PageCacheFill:
         if not refusal and not self._asked:
             refusal = self._why_only_if_asked(nbytes)
         if refusal:
-            self.refuse(report, refusal)
+            self.refuse(refusal)
             return
         self._decided = True
-        report.page_cache = f"filled: it has room for {nbytes:,} bytes"
+        self._text = f"filled: it has room for {nbytes:,} bytes"
         files = [(each.fd, each.size) for each in self._checkpoint.shards]
         if (found := page_cache.resident_share(files)) >= LEAST_SHARE:
-            report.page_cache += f", about {found:.0%} of the files were in it"
+            self._text += f", about {found:.0%} of the files were in it"
 
-    def refuse(self, report: LoadReport, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
         """Decides that later reads go to memory of the load."""
         self._decided = False
-        report.page_cache = f"not filled: {reason}"
+        self._text = f"not filled: {reason}"
 
     def request_bytes(self, nbytes: int, depth: int) -> int:
         """Bytes of one read, if `nbytes` are read, `depth` reads at a time."""

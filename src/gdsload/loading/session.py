@@ -23,7 +23,6 @@ from gdsload.errors import BackendUnavailable, CheckpointError
 from gdsload.loading.accounting import record_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
 from gdsload.loading.io_mode import ShardAccess
-from gdsload.loading.page_cache_fill import ONLY_WAITING
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
 from gdsload.planning.read_plan import (
@@ -150,7 +149,7 @@ class Session:
     def report_to(self, report: LoadReport) -> None:
         """Goes on with another report. What is true of all reads is noted there, too."""
         before, self.report = self.report, report
-        report.verify, report.page_cache = before.verify, before.page_cache
+        report.verify = before.verify
         report.choice = before.choice
         report.rates.update(before.rates)
         report.refusals.update(before.refusals)
@@ -160,11 +159,6 @@ class Session:
         """Notes the bytes that will be read in all, if that is known only after the checkpoint was
         opened, and those of memory that they will be copied to."""
         self._expected_bytes, self._beside_bytes = nbytes, beside_bytes
-
-    def expect_parts(self, parts: bool) -> None:
-        """Notes whether the next reads are of parts of tensors: unless the caller asked for it,
-        these do not fill the page cache."""
-        self._access.fill.of_parts = parts
 
     def open(self) -> Backend:
         """The backend; the first call opens it. Raises BackendUnavailable."""
@@ -197,21 +191,21 @@ class Session:
         return choice.backend(**options)
 
     def arrange(
-        self, ranges: Sequence[ByteRange], *, window_bytes: int = 0, fills: bool = True
+        self, ranges: Sequence[ByteRange], *, window_bytes: int = 0, past_cache: str = ""
     ) -> tuple[ReadPlan, dict[str, BufferView]]:
         """The reads for ranges that are not in memory, and views of those that are.
 
         A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
         are there. `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads
-        into the page cache are one window in any case. `fills`: whether these reads may fill it; if
-        the caller of the load asked for it, they do so in any case.
+        into the page cache are one window in any case. `past_cache`: why these reads had better not
+        fill it; if the caller of the load asked for that, they do so in any case.
         """
         with self.report.phase("plan"):
             try:
                 views = self._views_of(ranges)
                 to_read = [each for each in ranges if each.name not in views] if views else ranges
                 plan = (
-                    self.plan(to_read, window_bytes=window_bytes, fills=fills)
+                    self.plan(to_read, window_bytes=window_bytes, past_cache=past_cache)
                     if to_read
                     else ReadPlan()
                 )
@@ -301,7 +295,7 @@ class Session:
         return True
 
     def plan(
-        self, ranges: Sequence[ByteRange], *, window_bytes: int = 0, fills: bool = True
+        self, ranges: Sequence[ByteRange], *, window_bytes: int = 0, past_cache: str = ""
     ) -> ReadPlan:
         """The reads for these ranges. The page cache, as it is now, decides their I/O modes.
 
@@ -317,18 +311,18 @@ class Session:
             require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
             expected_bytes = self._expected_bytes or self.report.wanted_bytes
-            fill.decide(self.report, expected_bytes, self._beside_bytes)
-            if fill.active(fills) and not all(map(self._can_map, {one.shard for one in ranges})):
-                fill.refuse(self.report, "a file cannot be mapped")
+            fill.decide(expected_bytes, self._beside_bytes)
+            shards = {one.shard for one in ranges}
+            if fill.active(past_cache) and not all(map(self._can_map, shards)):
+                fill.refuse("a file cannot be mapped")
+            fill.note(self.report, past_cache)
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         io_mode_of = self._access.io_mode_of
-        if fill.active(fills):
+        if fill.active(past_cache):
             io_mode_of = _into_page_cache
             window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
             request_bytes = fill.request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
-        elif fill.active():
-            self.report.page_cache = ONLY_WAITING
         return plan_reads(
             ranges,
             [shard.size for shard in self.checkpoint.shards],

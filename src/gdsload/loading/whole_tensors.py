@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def post(session: Session, infos: Sequence[TensorInfo]) -> Batch:
-    """Posts the reads of whole tensors to the session's device and returns without waiting."""
+def post(session: Session, infos: Sequence[TensorInfo], *, past_cache: str = "") -> Batch:
+    """Posts the reads of whole tensors to the session's device and returns without waiting.
+    `past_cache` is as for `Session.arrange`."""
     if session.device == "cpu":
-        return Batch(session, *session.arrange(ranges_of(infos)))
+        return Batch(session, *session.arrange(ranges_of(infos), past_cache=past_cache))
     from gdsload.loading.device_batch import start
 
     return start(session, infos)
@@ -39,9 +40,11 @@ def load(
     nbytes: int,
     device: str,
     advance: Callable[[int], None] | None = None,
+    *,
+    past_cache: str = "",
 ) -> dict[str, torch.Tensor]:
     """Tensors of `nbytes` bytes in all, by name, on the session's device, which is `device` or the
-    CPU on the way to it."""
+    CPU on the way to it. `past_cache` is as for `Session.arrange`."""
     groups: Iterable[list[TensorInfo]] = (infos,)
     if session.device != "cpu":
         from gdsload.loading.device_batch import starting_windows
@@ -50,7 +53,7 @@ def load(
     posted: list[tuple[list[TensorInfo], Batch]] = []
     try:
         for group in groups:
-            posted.append((group, post(session, group)))
+            posted.append((group, post(session, group, past_cache=past_cache)))
         _import_torch(session, device)
         for group, batch in posted:
             batch.wait(advance, parts=group)

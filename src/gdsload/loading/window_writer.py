@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
 WINDOW_BYTES = 32 << 20
 AHEAD_BYTES = 128 << 20
+NO_WAITING = "copies do not wait for the storage"  # then its pages would cost time
 
 
 class CopyPart(NamedTuple):
@@ -121,7 +122,7 @@ class WindowWriter:
         self._part_of = part_of
         self._fresh = fresh
         self._copier = Copier(torch.get_num_threads())
-        self._window_bytes, self._ahead_bytes = window_bytes, ahead_bytes
+        self._ahead_bytes = ahead_bytes
         self._pool = Pool(ahead_bytes + 2 * window_bytes)
         self._in_flight: deque[tuple[Batch, list[CopyPart]]] = deque()
 
@@ -140,9 +141,8 @@ class WindowWriter:
         infos = [part.info for part in window]
         if self.session.device != "cpu":
             return post(self.session, infos)
-        # Pages of the page cache are fresh memory, which costs time, unless copies wait anyway.
         waits = self.waited_seconds > self._copied_seconds
-        found = self.session.arrange(ranges_of(infos), window_bytes=self._window_bytes, fills=waits)
+        found = self.session.arrange(ranges_of(infos), past_cache="" if waits else NO_WAITING)
         return _WindowBatch(self.session, *found, self._pool)
 
     def copy_next(
@@ -181,6 +181,7 @@ class WindowWriter:
 
     def _write(self, window: Sequence[CopyPart], batch: Batch) -> None:
         copies: list[tuple[int, int, int, bool]] = []
+        copied: list[tuple[BufferView, int]] = []
         others = []
         for part in window:
             target = self._part_of(part.key)
@@ -188,13 +189,17 @@ class WindowWriter:
                 target = target[part.at]
             view = batch.views.get(part.info.name)
             copy = None if view is None else self._copy_of(part, target, view)
-            if copy is None:
+            if copy is None or view is None:
                 others.append((part, target))
                 copy = self._touch_of(target)
+            else:
+                copied.append((view, part.info.nbytes))
             if copy is not None:
                 copies.append(copy)
         region = None if self._fresh is None else self._fresh.handle()
         count_pages(self.session.report, *self._copier.copy(copies, region))
+        for view, nbytes in copied:
+            view.give_back(nbytes)  # of a prefetch; windows keep their memory
         tensors = batch.tensors_of([part.info for part, _ in others])
         for part, target in others:
             tensor = tensors.pop(part.info.name)
@@ -217,7 +222,7 @@ class WindowWriter:
         if target.dtype == known_dtype(part.info.dtype):
             return target.data_ptr(), source, part.info.nbytes, False
         widens = part.info.dtype == "BF16" and target.dtype == known_dtype("F32")
-        if not widens or source % 2:
+        if not widens or source % 2 or target.data_ptr() % 4:
             return None
         return target.data_ptr(), source, 2 * part.info.nbytes, True
 

@@ -29,6 +29,11 @@ class BufferView(NamedTuple):
     region: Region | Block
     offset: int
 
+    def give_back(self, nbytes: int) -> None:
+        """Returns the whole pages of these bytes to the system, if they are memory of the process
+        that no pool keeps: what becomes no tensor would stay as long as a tensor in the region."""
+        self.region.view(self.offset, nbytes, (nbytes,), 1, 8)  # it dies at once
+
 
 class HostBuffers:
     """The memory of each target of a plan, in the order of the targets."""

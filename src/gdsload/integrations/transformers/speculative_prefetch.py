@@ -1,8 +1,9 @@
 """Prefetches the weights while transformers imports its classes and builds the empty model.
 
 That takes 0.1 s, and in a process that loads its first model several seconds, before transformers
-requests the first weight. The load claims these bytes; the rest is released at its end. Of weights
-that will be converted only the first are prefetched, and nothing if they may not be wanted at all.
+requests the first weight. The load claims these bytes; the rest is released at its end. Weights
+that will be cast or merged are not prefetched: until they are converted, they would need memory
+beside the model's. Nothing is prefetched if the weights may not be wanted at all.
 """
 
 from __future__ import annotations
@@ -21,15 +22,12 @@ from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.stand_ins import opened_before
-from gdsload.loading.page_cache_fill import ONLY_WAITING
+from gdsload.loading import claims
 from gdsload.memory import page_cache
-from gdsload.memory.host_buffers import current_pool
-from gdsload.planning.layer_order import in_layers
 from gdsload.readahead.prefetch import Prefetch, prefetch
+from gdsload.remote.file import LOCAL_CACHE
 from gdsload.report import LoadReport
 
-# Of tensors that are cast or merged: they need memory beside the model's.
-CONVERTED_LIMIT_BYTES = 128 << 20
 # A smaller model is read in the time that a thread takes to start.
 SMALL_BYTES = 256 << 20
 _LOCATION = ("cache_dir", "revision", "subfolder", "variant")
@@ -60,12 +58,11 @@ def speculative_prefetch(
     own = checkpoint is not opened_before.get()
     with checkpoint if own else nullcontext(), held(opened_before, checkpoint):
         reading = options.reading
-        if reading.verify != "size" and current_pool() is not None:
-            yield  # no byte enters the pool before it was compared
+        if _is_converted(source, checkpoint, kwargs):
+            yield
             return
         with prefetch(
             checkpoint,
-            names=_names(source, checkpoint, kwargs),
             backend=reading.backend,
             cache=reading.cache,
             page_cache=reading.page_cache,
@@ -78,23 +75,33 @@ def speculative_prefetch(
 
 def _add(report: LoadReport, reads: Prefetch) -> None:
     """Counts the reads of the prefetch in the report of the load that claimed them."""
+    theirs = reads.report
     # The I/O path of these bytes is the prefetch's own; "prefetched" would count them twice.
     others = report.paths.pop("prefetched", 0) - reads.progress().claimed_bytes
     if others > 0:
         report.paths["prefetched"] = others
-    for path, nbytes in reads.report.paths.items():
-        report.paths[path] = report.paths.get(path, 0) + nbytes
-    report.read_bytes += reads.report.read_bytes
-    report.requests += reads.report.requests
+    for name in ("paths", "pages", "failovers"):
+        mine = getattr(report, name)
+        for key, value in getattr(theirs, name).items():
+            mine[key] = mine.get(key, 0) + value
+    for name in ("read_bytes", "requests", "short_reads", "retries"):
+        setattr(report, name, getattr(report, name) + getattr(theirs, name))
+    # Not all of its bytes from the local cache: the load has counted files that are wholly there.
+    report.cached_bytes += theirs.paths.get(LOCAL_CACHE, 0)
+    report.depth = max(report.depth, theirs.depth)
+    for name in ("backend", "engine", "choice", "filesystem"):
+        setattr(report, name, getattr(report, name) or getattr(theirs, name))
+    report.rates.update(theirs.rates)
+    report.refusals.update(theirs.refusals)
+    if theirs.failure:
+        report.refusals["prefetch"] = theirs.failure
     report.spans += [
         span._replace(track="head start") if span.track == "phases" else span
-        for span in reads.report.spans
+        for span in theirs.spans
     ]
     # The prefetch looked before anything was read.
-    if not report.page_cache.startswith(("not ", ONLY_WAITING)):
-        report.page_cache = reads.report.page_cache or report.page_cache
-    report.backend = report.backend or reads.report.backend
-    report.engine = report.engine or reads.report.engine
+    if not report.page_cache or report.page_cache.startswith("filled: "):
+        report.page_cache = theirs.page_cache or report.page_cache
 
 
 def _open(
@@ -106,7 +113,10 @@ def _open(
         or kwargs.get("use_safetensors") is False
         or any(kwargs.get(word) is not None for word in _UNKNOWN)
         or options.reading.cache not in ("auto", "direct")
+        or options.reading.verify != "size"  # that load maps nothing, and compares what it reads
         or options.group is not None  # the ranks share the reads
+        or claims.offered()  # the caller's own prefetch
+        or _goes_elsewhere()
     ):
         return None
     known = opened_before.get()
@@ -124,24 +134,25 @@ def _open(
         return None  # transformers raises the error, or finds other files
 
 
-def _names(
+def _goes_elsewhere() -> bool:
+    """Whether torch or DeepSpeed are set to bring parameters to another device or process."""
+    torch = sys.modules.get("torch")
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    return (torch is not None and torch.get_default_device().type != "cpu") or (
+        deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled()
+    )
+
+
+def _is_converted(
     source: str | os.PathLike[str], checkpoint: Checkpoint, kwargs: Mapping[str, Any]
-) -> list[str] | None:
-    """The tensors to prefetch: None for all, or the first layers of a model that is converted."""
+) -> bool:
+    """Whether experts will probably be merged, or tensors cast."""
     infos = checkpoint.tensors.values()
-    if not any(".experts." in info.name for info in infos):
-        largest = max(infos, key=lambda info: info.nbytes, default=None)
-        wanted = _wanted_dtype(source, checkpoint, kwargs)
-        if largest is None or wanted in (None, DTYPES[largest.dtype].torch_name):
-            return None
-    left = CONVERTED_LIMIT_BYTES
-    names: list[str] = []
-    for info in in_layers(infos):
-        if info.nbytes > left:
-            break
-        names.append(info.name)
-        left -= info.nbytes
-    return names
+    if any(".experts." in info.name for info in infos):
+        return True
+    largest = max(infos, key=lambda info: info.nbytes, default=None)
+    wanted = _wanted_dtype(source, checkpoint, kwargs)
+    return largest is not None and wanted not in (None, DTYPES[largest.dtype].torch_name)
 
 
 def _wanted_dtype(
