@@ -31,7 +31,7 @@ struct script {
     int64_t reap_errno, reap_after;      /* reap fails for good after so many completions */
     int64_t reversed;                    /* the last submitted completes first */
     int64_t one_by_one;                  /* one completion from each reap */
-    int64_t open_ms;                     /* how long opening takes */
+    int64_t open_hangs;                  /* opening waits until reads are let go */
 };
 struct log { int64_t opens, closes, reads, struck, cancels, hung, in_flight_at_close, wanted, reaps; };
 
@@ -99,7 +99,9 @@ static int fault_open(
     void **engine, void *context, int depth, const struct buffer *b, int count, int *fixed) {
     (void)context, (void)b, (void)count;
     *fixed = 0;
-    if (script.open_ms) usleep((useconds_t)script.open_ms * 1000);
+    pthread_mutex_lock(&lock);
+    while (script.open_hangs && !let_go) pthread_cond_wait(&news, &lock);
+    pthread_mutex_unlock(&lock);
     if (script.open_errno) return (int)-script.open_errno;
     struct engine *self = calloc(1, sizeof *self);
     self->depth = depth;

@@ -46,7 +46,7 @@ class Script(ctypes.Structure):
         "reap_after",
         "reversed",
         "one_by_one",
-        "open_ms",
+        "open_hangs",
     )
 
 

@@ -48,7 +48,11 @@ def test_weights_that_are_cast_are_not_prefetched(cold: Path) -> None:
     assert not is_prefetched(cold, torch_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"dtype": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"dtype": "auto"}, {"dtype": torch.bfloat16}, {"dtype": None, "torch_dtype": "float32"}],
+    ids=str,
+)
 def test_prefetch_foresees_the_dtype_that_transformers_chooses(
     cold: Path, kwargs: dict[str, Any]
 ) -> None:
@@ -133,6 +137,14 @@ def test_prefetch_and_load_decide_together_whether_the_page_cache_is_filled(larg
     assert "were in it" not in found  # what the prefetch read does not count
     assert not page_cache.evict(larger / "model.safetensors")
     assert io_modes_of_a_start(larger, page_cache="keep") <= {"direct", "direct bounced"}
+
+
+def test_quantized_checkpoint_is_not_prefetched(cold: Path) -> None:
+    """It may be for a GPU that nobody named."""
+    file = cold / "config.json"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps({**facts, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    assert not is_prefetched(cold, dtype="auto")
 
 
 def test_warm_checkpoint_is_not_prefetched(cold: Path) -> None:

@@ -379,8 +379,8 @@ def test_file_that_cannot_be_mapped_is_read(
     report = gdsload.last_report()
     assert "mapped" not in io_modes(report)
     refused = warm or page_cache == "fill"
-    assert report.refusals.keys() & {"mapping model.safetensors"} == (
-        {"mapping model.safetensors"} if refused else set()
+    assert report.refusals.keys() & {"mapping on model.safetensors"} == (
+        {"mapping on model.safetensors"} if refused else set()
     )
     if page_cache == "fill":
         assert report.page_cache == "not filled: a file cannot be mapped"

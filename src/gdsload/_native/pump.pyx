@@ -497,7 +497,7 @@ cdef class Pump:
             raise OSError(-error, os.strerror(-error))
         if not opened:
             self.close(0.0)
-            raise OSError(ETIMEDOUT, f"its driver did not answer for {open_ns / 1e9:g} s")
+            raise OSError(ETIMEDOUT, f"it did not open within {open_ns / 1e9:g} s")
 
     @property
     def fixed_buffers(self):

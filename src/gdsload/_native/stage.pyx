@@ -30,6 +30,7 @@ from gdsload._native.cuda cimport (
     CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CudaApi,
     enter_context, leave_context, relax,
 )
+from gdsload._native.cufile cimport CFiles, release_files
 from gdsload._native.engine cimport (
     BATCH, BUFFERED, BUFFERED_ASYNC, ECANCELED, LOST, Buffer, Completion, EngineOps, Read, Results,
     add_result, engine_capsule, take_results,
@@ -218,6 +219,7 @@ cdef struct CStage:
     CRing *ring
     EngineOps *ops          # of the engine that reads into the slots
     void *engine_context
+    CFiles *files           # the same, for an engine of cuFile: opening may outlive its object
     Buffer buffer           # what that engine registers: the whole ring
     int buffer_count        # 1, or 0: nothing
     pthread_mutex_t lock
@@ -307,6 +309,8 @@ cdef void release_stage(CStage *stage) noexcept nogil:
             stage.cuda.stream_destroy(stage.stream)
             leave_context(stage.cuda, mode)
         stage.cuda.primary_release(stage.device)
+    if stage.files != NULL:
+        release_files(stage.files)
     release_ring(stage.ring)
     pthread_mutex_destroy(&stage.lock)
     free(stage.maps)
@@ -347,7 +351,9 @@ cdef class Stage:
         made.buffer_count = register or files is not None
         made.engine_context = PyCapsule_GetContext(engine)
         if files is not None:
-            made.engine_context = <void *><uintptr_t>files.address
+            made.files = <CFiles *><uintptr_t>files.address
+            gds_add(&made.files.references, 1)
+            made.engine_context = made.files
         ordinal = device.ordinal
         with nogil:  # the driver may be busy with another thread
             code = made.cuda.device_get(&made.device, ordinal)

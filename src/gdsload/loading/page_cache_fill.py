@@ -76,7 +76,11 @@ class PageCacheFill:
         """Notes in the report what `active` decides, and why."""
         passes = self._decided and not self.active(past_cache)
         text = f"not filled: {past_cache}" if passes else self._text
-        report.page_cache = text if report.page_cache in ("", text) else ONLY_SOME
+        before = report.page_cache.partition(":")[0]
+        if not before:
+            report.page_cache = text
+        elif before != text.partition(":")[0]:  # the sizes may differ
+            report.page_cache = ONLY_SOME
 
     def decide(self, nbytes: int, beside_bytes: int = 0) -> None:
         """Decides, once, for all later reads.

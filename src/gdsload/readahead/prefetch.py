@@ -396,7 +396,7 @@ class Prefetch(quiesce.Holder):
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until all bytes are read, and compared if `verify` asks for it.
 
-        In the main thread its reads to a GPU no longer yield to those of loads.
+        Called in the main thread, it lets the reads no longer yield to those of loads.
 
         Args:
             timeout: seconds to wait; None waits without a limit.

@@ -40,7 +40,7 @@ def engine_capsule(engine: str, pages: str = "auto") -> object:
 
 
 _tried: dict[tuple[str, int], Support] = {}
-# Refusals that last as long as the process. ETIMEDOUT: a trial read that hangs is tried only once.
+# Refusals that last as long as the process. ETIMEDOUT: what hangs when it is tried is tried once.
 _PERMANENT = frozenset(
     {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETIMEDOUT}
 )

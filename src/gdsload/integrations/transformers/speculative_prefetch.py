@@ -36,11 +36,15 @@ _UNKNOWN = (
     "adapter_kwargs",
     "distributed_config",
     "gguf_file",
+    "load_in_4bit",
+    "load_in_8bit",
     "quantization_config",
     "state_dict",
     "tp_plan",
     "tp_size",
 )
+# If both are set, ranks other than the first of a node load nothing.
+_FSDP = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 @contextmanager
@@ -135,50 +139,68 @@ def _open(
 
 
 def _goes_elsewhere() -> bool:
-    """Whether torch or DeepSpeed are set to bring parameters to another device or process."""
-    torch = sys.modules.get("torch")
+    """Whether torch, DeepSpeed or FSDP are set to bring parameters to another device or process."""
+    if all(
+        os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t") for name in _FSDP
+    ):
+        return True
+    # Another thread may be importing these modules.
+    device = getattr(sys.modules.get("torch"), "get_default_device", None)
     deepspeed = sys.modules.get("transformers.integrations.deepspeed")
-    return (torch is not None and torch.get_default_device().type != "cpu") or (
-        deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled()
-    )
+    is_zero3 = getattr(deepspeed, "is_deepspeed_zero3_enabled", None)
+    return (device is not None and device().type != "cpu") or (is_zero3 is not None and is_zero3())
 
 
 def _is_converted(
     source: str | os.PathLike[str], checkpoint: Checkpoint, kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether experts will probably be merged, or tensors cast."""
+    """Whether experts will probably be merged, tensors cast, or quantized ones moved to a GPU."""
     infos = checkpoint.tensors.values()
     if any(".experts." in info.name for info in infos):
         return True
+    config = _config_of(source, checkpoint, kwargs)
+    if any(
+        each.get("quantization_config")
+        for each in (config, config.get("text_config"))
+        if isinstance(each, dict)
+    ):
+        return True
     largest = max(infos, key=lambda info: info.nbytes, default=None)
-    wanted = _wanted_dtype(source, checkpoint, kwargs)
+    wanted = _wanted_dtype(config, kwargs)
     return largest is not None and wanted not in (None, DTYPES[largest.dtype].torch_name)
 
 
-def _wanted_dtype(
+def _config_of(
     source: str | os.PathLike[str], checkpoint: Checkpoint, kwargs: Mapping[str, Any]
-) -> str | None:
-    """The dtype of the model, by torch's name; None: as the checkpoint has it."""
-    wanted = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    if wanted is None and not _keeps_dtypes():
-        return "float32"
-    if wanted not in (None, "auto"):
-        return str(wanted).removeprefix("torch.")
+) -> dict[str, Any]:
+    """The config of the model, as in its file; {} if it cannot be read."""
     config = kwargs.get("config")
-    if config is not None:
-        found = getattr(config, "dtype", None)
-        return None if found is None else str(found).removeprefix("torch.")
+    if config is not None and hasattr(config, "to_dict"):
+        return dict(config.to_dict())
     if os.path.isdir(source):  # also one that stands for a URL
         directory = os.path.join(source, kwargs.get("subfolder") or "")
     else:
         directory = os.path.dirname(checkpoint.shards[0].path)
     try:
         with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
-            facts = json.load(file)
-        found = facts.get("dtype", facts.get("torch_dtype"))
-    except (OSError, ValueError, AttributeError):
-        return None  # transformers raises the error
-    return found if isinstance(found, str) else None
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}  # transformers raises the error
+    return found if isinstance(found, dict) else {}
+
+
+def _wanted_dtype(config: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str | None:
+    """The dtype of the model, by torch's name; None: as the checkpoint has it."""
+    given = _first(kwargs)
+    if given is None and not _keeps_dtypes():
+        return "float32"
+    wanted = _first(config) if given in (None, "auto") else given
+    return None if wanted is None else str(wanted).removeprefix("torch.")
+
+
+def _first(words: Mapping[str, Any]) -> Any:
+    dtype = words.get("dtype")
+    return words.get("torch_dtype") if dtype is None else dtype
 
 
 def _keeps_dtypes() -> bool:
