@@ -21,7 +21,12 @@ from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import assembled
-from gdsload.loading.session import Session, remote_backend_of, verifier_of
+from gdsload.loading.session import (
+    Session,
+    remote_backend_of,
+    require_room_to_plan,
+    verifier_of,
+)
 from gdsload.loading.settings import ReadSettings
 from gdsload.loading.whole_tensors import load, load_in_windows
 from gdsload.planning.read_plan import (
@@ -611,6 +616,7 @@ def plan(
         CheckpointError: The checkpoint is missing, damaged or inconsistent, or no tensor has a name
             or matches a pattern.
         IndexError: An index in `slices` is outside its tensor.
+        PlacementError: The plan of so many bytes does not fit into memory.
 
     Example:
         >>> print(gdsload.plan("model").summary())
@@ -628,8 +634,10 @@ def plan(
             limits = find(remote)().limits() if remote else Limits()
         if gap_bytes is None:
             gap_bytes = REMOTE_GAP_BYTES if remote else GAP_BYTES
+        ranges = ranges_of(_Wanted(checkpoint, names, slices).parts)
+        require_room_to_plan(bytes_of(ranges), limits)
         return plan_reads(
-            ranges_of(_Wanted(checkpoint, names, slices).parts),
+            ranges,
             [shard.size for shard in checkpoint.shards],
             limits,
             blocks=[max(pair or (0,)) or DEFAULT_BLOCK_BYTES for pair in alignments],

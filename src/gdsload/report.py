@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdsload.errors import one_line
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ class LoadReport:
         lines += [f"refused: {name}: {why}" for name, why in self.refusals.items()]
         if self.failure:
             lines.append(f"failed: {self.failure}")
-        return "\n".join(lines)
+        return "\n".join(map(one_line, lines))
 
     def trace(self) -> dict[str, Any]:
         """Phases and requests in Chrome's trace format, for chrome://tracing and Perfetto."""

@@ -79,17 +79,21 @@ def test_entries_of_other_files_are_kept_and_of_the_same_file_replaced(path: str
     assert read_manifest(path).files == {**FILES, "a.safetensors": newer}
 
 
-@pytest.mark.parametrize("before", [valid(), {**valid(), "algorithm": XXH3, "files": {}}, "?"])
-def test_manifest_of_other_blocks_or_algorithm_is_replaced(before: Any, path: str) -> None:
+@pytest.mark.parametrize("before", [{**valid(), "algorithm": XXH3, "files": {}}, "?"])
+def test_manifest_without_entries_is_replaced(before: Any, path: str) -> None:
     Path(path).write_text(json.dumps(before))
     write_manifest(path, SHA256, {"c.safetensors": FileChecksums(1, "", {})})
     assert list(read_manifest(path).files) == ["c.safetensors"]
 
 
-def test_entries_of_another_algorithm_are_dropped(path: str) -> None:
-    write_manifest(path, XXH3, {"x.safetensors": FileChecksums(1, "0" * 32, {})})
-    write_manifest(path, SHA256, FILES)
-    assert read_manifest(path).files == FILES
+def test_entries_of_another_algorithm_are_not_lost(path: str) -> None:
+    x = {"x.safetensors": FileChecksums(1, "0" * 32, {})}
+    write_manifest(path, XXH3, x)
+    with pytest.raises(GdsloadError, match=r"x\.safetensors.* would be lost"):
+        write_manifest(path, SHA256, FILES)
+    assert read_manifest(path).files == x
+    write_manifest(path, SHA256, {"x.safetensors": FileChecksums(1, "0" * 64, {})})
+    assert read_manifest(path).algorithm == SHA256
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

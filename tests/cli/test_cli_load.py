@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from command import EMBEDDING, answer, run
 from gdsload import api
 from gdsload.checkpoint import Checkpoint
+from gdsload.cli import warming
 from gdsload.cli.loading import checksum, load, settings_of
 from gdsload.doctor.storage import filesystem
 from gdsload.loading.settings import CACHES
@@ -237,3 +238,28 @@ def test_filters_select_tensors(
 @pytest.mark.parametrize("option", ["--layers=3:2", "--layers=a", "--experts=-1", "--names=re:("])
 def test_wrong_filter_is_a_usage_error(tiny_checkpoint: Path, option: str) -> None:
     assert run("plan", tiny_checkpoint, option).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words", [("load", "--backend=mmap", "--cache=direct"), ("warmup", "--limit=1000000T")]
+)
+def test_contradiction_or_absurd_size_is_a_usage_error(
+    tiny_checkpoint: Path, words: tuple[str, ...]
+) -> None:
+    assert run(*words, tiny_checkpoint).exit_code == 2
+
+
+def test_warmup_in_the_background_takes_a_name_that_looks_like_an_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[list[str]] = []
+
+    class Process:
+        pid = 1
+
+        def __init__(self, words: list[str], **_: Any) -> None:
+            started.append(words)
+
+    monkeypatch.setattr(warming.subprocess, "Popen", Process)
+    warming.in_background("-model", "pagecache", 0, {"variant": "-v"})
+    assert started[0][-3:] == ["--variant=-v", "--", "-model"]

@@ -420,6 +420,13 @@ def test_direct_io_of_a_directory_is_tried_on_a_file_two_levels_below(
     assert storage.direct_io(tmp_path).verdict == expected
 
 
+def test_directory_that_this_user_may_not_read_is_no(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.os, "access", lambda *_: False)
+    assert storage.direct_io(tmp_path).verdict == "no"
+
+
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EOPNOTSUPP])
 def test_direct_io_that_cannot_be_tried_is_partly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

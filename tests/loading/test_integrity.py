@@ -428,6 +428,13 @@ def test_tensor_without_checksum_is_refused(source: Path) -> None:
         by_load_file(source)
 
 
+def test_manifest_of_tiny_blocks_is_refused_before_they_are_listed(source: Path) -> None:
+    path = source / manifest_module.MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "block_bytes": 1}))
+    with pytest.raises(IntegrityError, match="have no checksum"):
+        by_load_file(source)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -596,7 +603,8 @@ def test_hub_blobs_are_compared_with_their_names(hub: Path) -> None:
     blob = next((hub / "models--org--model" / "blobs").iterdir())
     assert gdsload.last_report().verified_bytes == blob.stat().st_size
     verify = ("verify", "org/model", "--method", "sha256", "--cache-dir", hub)
-    assert run(*verify).exit_code == 0
+    assert run(*verify).output.startswith("org/model: verified")  # there is no manifest
+    assert answer(*verify)["manifest"] is None
     flip(blob, blob.stat().st_size - 1)
     with pytest.raises(IntegrityError, match="SHA-256"):
         gdsload.load_file("org/model", **where)

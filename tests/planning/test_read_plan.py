@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -380,6 +383,23 @@ def test_merged_ranges_keep_two_blocks_of_distance() -> None:
     assert merged_ranges_of(apart, gap_bytes=8193) == [(0, 0, 8213)]
     wide = plan_reads(apart, [9000], Limits(65_536, 65_536), gap_bytes=0)
     assert len(wide.merged_ranges) == 1
+
+
+def test_plan_that_fits_into_no_memory_is_refused(tmp_path: Path) -> None:
+    """A sparse file may declare a tensor of any size."""
+    path, nbytes = tmp_path / "model.safetensors", 8 << 40
+    header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}})
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    try:
+        os.truncate(path, path.stat().st_size + nbytes)
+    except OSError as error:
+        pytest.skip(f"no sparse file of this size: {error}")
+    no_room = gdsload.PlacementError("no room")
+    with (
+        mock.patch("gdsload.loading.session.require_room", side_effect=no_room),
+        pytest.raises(gdsload.PlacementError, match="no room"),
+    ):
+        gdsload.plan(path)
 
 
 def test_plan_of_a_checkpoint_has_its_tensors(tiny_checkpoint: Path) -> None:

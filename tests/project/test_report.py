@@ -54,6 +54,14 @@ def test_seconds_of_reading_are_those_with_a_read_in_flight() -> None:
     assert report.reading_seconds == 4.0
 
 
+def test_summary_escapes_names_from_files() -> None:
+    report = report_of()
+    report.refusals["direct I/O on a\x1b[2J\nb.safetensors"] = "refused"
+    assert report.summary().splitlines()[-1] == (
+        r"refused: direct I/O on a\x1b[2J\nb.safetensors: refused"
+    )
+
+
 def test_sum_of_reports_has_all_counts_and_texts() -> None:
     first, second = report_of(seconds=1.0), report_of(seconds=2.0)
     first.tensors, first.paths, first.depth, first.device = 2, {"mapped": 10}, 16, "cpu"

@@ -580,6 +580,18 @@ def test_command_lists_and_removes_files(tmp_path: Path) -> None:
     assert answer("cache", "list", tmp_path) == answer("cache", "clear", tmp_path) == []
 
 
+@pytest.mark.parametrize("size", ["1e999", "-5", '"x"', "[" * 2000])
+def test_entry_that_somebody_has_damaged_can_be_removed(tmp_path: Path, size: str) -> None:
+    from command import answer, run  # the processes above do not import it
+
+    load(tmp_path, MemoryFile())
+    wait_for(lambda: not answer("cache", "list", tmp_path)[0]["busy"])
+    (pieces,) = tmp_path.rglob("pieces")
+    pieces.write_text('{"url": "x", "version": "y", "size": ' + size + "}\n")
+    assert answer("cache", "list", tmp_path)[0]["size"] == 0
+    assert "removed 1 file" in run("cache", "clear", tmp_path).output
+
+
 def test_command_without_a_cache_lists_nothing(tmp_path: Path) -> None:
     from command import run
 

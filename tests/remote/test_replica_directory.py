@@ -211,6 +211,17 @@ def test_source_that_is_down_is_asked_once(
     assert len(asked) == 1 if down else len(asked) > 1  # what is forbidden may be the list alone
 
 
+def test_source_that_works_tells_what_is_missing(memory: Directories, model: Path) -> None:
+    def fail() -> None:
+        raise CheckpointUnreadable("it is down")
+
+    memory("mem://down").ask = fail
+    directory = ReplicaDirectory(gdsload.replicas("mem://down", model))
+    for _ in range(2):  # while the other is asked, and when it was left
+        with pytest.raises(CheckpointNotFound, match="it is down"):
+            directory.read("missing.json", 100)
+
+
 def test_other_files_of_each_source_are_found(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -14,12 +14,12 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.file_io import close_files, open_regular, read_exactly
-from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
+from gdsload.checkpoint.strict_json import require_room_to_parse
+from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError, shown
 
 if TYPE_CHECKING:
     from gdsload.checkpoint.checkpoint import Checkpoint
@@ -120,7 +120,11 @@ def _absent(path: str, source: str, error: CheckpointNotFound) -> CheckpointNotF
 
 
 def parse_manifest(raw: bytes, path: str) -> Manifest:
-    """The manifest with these bytes. Raises CheckpointError if they are invalid."""
+    """The manifest with these bytes.
+
+    Raises CheckpointError if they are invalid, PlacementError if parsing takes too much memory.
+    """
+    require_room_to_parse(raw, path)
     try:
         top = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -172,17 +176,35 @@ def manifest_json(algorithm: str, files: Mapping[str, FileChecksums]) -> bytes:
     return json.dumps(top, indent=0).encode()
 
 
+def other_entries(path: str, algorithm: str, names: Container[str]) -> dict[str, FileChecksums]:
+    """The entries of files that are not among `names`, in the manifest at `path`; none if there is
+    no valid one.
+
+    Raises GdsloadError if they are by another algorithm: one manifest cannot have both.
+    """
+    try:
+        before = read_manifest(path)
+    except CheckpointError:
+        return {}
+    others = {name: entry for name, entry in before.files.items() if name not in names}
+    if others and (before.algorithm, before.block_bytes) != (algorithm, BLOCK_BYTES):
+        raise GdsloadError(
+            f"{path}: it has {before.algorithm} checksums of {shown(next(iter(others)))}, which"
+            f" would be lost: write those of {algorithm} to another file, or remove this one"
+        )
+    return others
+
+
 def write_manifest(path: str, algorithm: str, files: Mapping[str, FileChecksums]) -> None:
     """Writes a manifest: the whole file appears at once, or nothing does.
 
-    Entries of other files stay if the manifest at `path` has the same algorithm. Raises OSError.
+    Entries of other files stay.
+
+    Raises:
+        GdsloadError: The manifest at `path` has entries of other files by another algorithm.
+        OSError: It cannot be written.
     """
-    kept: dict[str, FileChecksums] = {}
-    with suppress(CheckpointError):
-        before = read_manifest(path)
-        if (before.algorithm, before.block_bytes) == (algorithm, BLOCK_BYTES):
-            kept = before.files
-    text = manifest_json(algorithm, {**kept, **files})
+    text = manifest_json(algorithm, {**other_entries(path, algorithm, files), **files})
     directory = os.path.dirname(path) or "."
     fd, scratch = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=directory)
     try:

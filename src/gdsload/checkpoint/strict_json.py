@@ -96,8 +96,7 @@ def strict_json(raw: bytes, path: str = "it") -> Any:
 
     Depth, repeated keys and number ranges of ignored values are checked by `check_value`.
     """
-    if len(raw) > _CHECKED_BYTES:
-        require_room(parsed_bytes(raw), f"bytes of memory are needed to parse {path}")
+    require_room_to_parse(raw, path)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -122,6 +121,12 @@ def strict_json(raw: bytes, path: str = "it") -> Any:
     except ValueError:  # Python converts no integer of more than 4,300 digits
         raise FormatError("its JSON holds an integer with thousands of digits") from None
     return value
+
+
+def require_room_to_parse(raw: bytes, path: str) -> None:
+    """Raises PlacementError if the machine has too little memory to parse this JSON."""
+    if len(raw) > _CHECKED_BYTES:
+        require_room(parsed_bytes(raw), f"bytes of memory are needed to parse {path}")
 
 
 def parsed_bytes(raw: bytes) -> int:

@@ -18,6 +18,7 @@ from gdsload.checkpoint.manifest import (
     SHA256,
     XXH3,
     manifest_path,
+    other_entries,
     write_manifest,
 )
 from gdsload.cli import terminal
@@ -52,16 +53,17 @@ def manifest(source: str, algorithm: str, output: str | None, as_json: bool, **w
     """Writes a checksum of each header and of each 8 MiB of a tensor into gdsload-manifest.json.
 
     Loads with verify="checksum", and `gdsload verify`, compare the bytes with it. An existing
-    manifest keeps its entries of other files.
+    manifest keeps its entries of other files, which must be of the same algorithm.
     """
     with Checkpoint.open(source, **where) as checkpoint:
         if checkpoint.shards[0].directory is not None and not output:
             raise click.UsageError("SOURCE is a URL: --output names the file to write")
+        path = output or manifest_path(checkpoint)
+        other_entries(path, algorithm, [shard.name for shard in checkpoint.shards])  # or an error
         recorder = Recorder(checkpoint, algorithm)
         with _bar(checkpoint, "manifest") as advance:
             _read(checkpoint, recorder, advance)
         checkpoint.verify_unchanged()
-        path = output or manifest_path(checkpoint)
         try:
             write_manifest(path, algorithm, recorder.files())
         except OSError as error:
@@ -102,7 +104,8 @@ def verify(source: str, manifest: str | None, method: str, as_json: bool, **wher
             if verifier is not None:
                 _read(checkpoint, verifier, advance)
         checkpoint.verify_unchanged()
-        _show(checkpoint, manifest or manifest_path(checkpoint), algorithm, "verified", as_json)
+        path = None if verifier is None else manifest or manifest_path(checkpoint)
+        _show(checkpoint, path, algorithm, "verified", as_json)
 
 
 def _bar(checkpoint: Checkpoint, title: str) -> Any:
@@ -132,7 +135,10 @@ def _parts(checkpoint: Checkpoint, block_bytes: int) -> Iterator[ByteRange]:
             yield ByteRange(name, info.shard, info.offset + start, nbytes)
 
 
-def _show(checkpoint: Checkpoint, path: str, algorithm: str, what: str, as_json: bool) -> None:
+def _show(
+    checkpoint: Checkpoint, path: str | None, algorithm: str, what: str, as_json: bool
+) -> None:
+    """`path`: of the manifest; None if the names of the hub's cache are the checksums."""
     if as_json:
         terminal.show_json(
             {
@@ -145,4 +151,5 @@ def _show(checkpoint: Checkpoint, path: str, algorithm: str, what: str, as_json:
         )
         return
     tensors = count(len(checkpoint.tensors), "tensor")
-    click.echo(f"{one_line(path)}: {what}: {tensors}, {size(checkpoint.total_bytes)}, {algorithm}")
+    title = one_line(path or checkpoint.source)
+    click.echo(f"{title}: {what}: {tensors}, {size(checkpoint.total_bytes)}, {algorithm}")

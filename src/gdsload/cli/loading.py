@@ -75,6 +75,10 @@ def load(
         paths = [shard.path for shard in checkpoint.shards]
         if cold and checkpoint.remote:
             raise click.UsageError("--cold is for files of this machine")
+    try:
+        api.native_mode(backend, cache)
+    except ValueError as error:  # they contradict each other
+        raise click.UsageError(str(error)) from error
     import torch  # noqa: F401  not part of the measured time of the first load
 
     runs: list[dict[str, Any]] = []

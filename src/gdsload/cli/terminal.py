@@ -125,6 +125,8 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
         nbytes: int = int(whole + part) * factor // 10 ** len(part)
         if not nbytes and int(whole + part):  # 0 has a meaning of its own
             self.fail(f"{value!r} is less than one byte", param, ctx)
+        if nbytes >= 10**18:
+            self.fail(f"{value!r} is too much", param, ctx)
         return nbytes
 
 

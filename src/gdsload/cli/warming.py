@@ -87,9 +87,10 @@ def wait_with_bar(ahead: Prefetch) -> None:
 
 def in_background(source: str, tier: str, limit: int, where: dict[str, Any]) -> int:
     """Starts a background process that runs `warmup --wait`; returns its process id."""
-    words = ["warmup", source, "--tier", tier, "--limit", str(limit), "--wait"]
+    words = ["warmup", "--tier", tier, "--limit", str(limit), "--wait"]
     for name, value in where.items():
-        words += [f"--{name.replace('_', '-')}", value] if value else []
+        words += [f"--{name.replace('_', '-')}={value}"] if value else []
+    words += ["--", source]
     program = python_command("from gdsload.cli import main; main()", *words)
     files: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process: subprocess.Popen[bytes] = subprocess.Popen(program, start_new_session=True, **files)

@@ -28,8 +28,10 @@ def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:
     """Kind of filesystem, device and mount point."""
     real = os.path.realpath(path)
     name = f"filesystem of {os.fspath(path)}"
-    if not os.path.exists(real):
-        return Finding(name, NO, "there is no such file or directory")
+    try:
+        os.stat(real)
+    except OSError as error:
+        return Finding(name, NO, error.strerror or str(error))
     found = mount_of(real, root)
     if found is None:
         return Finding(name, PARTLY, "the mount is unknown")
@@ -50,6 +52,12 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
     """
     name = f"direct I/O on {os.fspath(path)}"
     hint = "such files are read through the page cache; xfs and ext4 support direct I/O"
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return Finding(name, NO, str(error))
+    if stat.S_ISDIR(mode) and not os.access(path, os.R_OK | os.X_OK):
+        return Finding(name, NO, "this user may not read the directory")
     try:
         fd = _sample(os.fspath(path))
     except CheckpointError as error:

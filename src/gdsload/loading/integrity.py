@@ -118,6 +118,7 @@ class Verifier:
         if not part.nbytes:
             return
         tensor = self._tensor_of(part)
+        self._require_checksums(tensor)
         step, end = self._manifest.block_bytes, part.offset + part.nbytes
         number = -(-(part.offset - tensor.offset) // step)
         while (first := number * step) < tensor.nbytes:
@@ -139,20 +140,36 @@ class Verifier:
 
     def check_block(self, block: Block, data: object) -> None:
         """Raises IntegrityError if the bytes of a block differ from its checksum."""
-        tensor, number, offset, nbytes = block
+        tensor, number, _, _ = block
         shard = self._checkpoint.shards[tensor.shard]
         checksums = self._manifest.files[shard.name].tensors.get(tensor.name, "")
         expected = checksums[number * self._digits : (number + 1) * self._digits]
         if self._hash(data) != expected:
-            fault = "differ from their checksum" if expected else "have no checksum"
-            raise IntegrityError(
-                f"{shard.path}: bytes {offset} to {offset + nbytes}, in tensor"
-                f" {shown(tensor.name)}, {fault} in {self._manifest.path}",
-                path=shard.path,
-                tensor=tensor.name,
-                offset=offset,
-                nbytes=nbytes,
+            raise self._fault(block, "differ from their checksum")
+
+    def _require_checksums(self, tensor: TensorInfo) -> None:
+        """Before its blocks are listed: a manifest may declare blocks of any size."""
+        shard, step = self._checkpoint.shards[tensor.shard], self._manifest.block_bytes
+        checksums = self._manifest.files[shard.name].tensors.get(tensor.name, "")
+        number = len(checksums) // self._digits
+        first = number * step
+        if first < tensor.nbytes:
+            nbytes = min(step, tensor.nbytes - first)
+            raise self._fault(
+                Block(tensor, number, tensor.offset + first, nbytes), "have no checksum"
             )
+
+    def _fault(self, block: Block, fault: str) -> IntegrityError:
+        tensor, _, offset, nbytes = block
+        path = self._checkpoint.shards[tensor.shard].path
+        return IntegrityError(
+            f"{path}: bytes {offset} to {offset + nbytes}, in tensor {shown(tensor.name)},"
+            f" {fault} in {self._manifest.path}",
+            path=path,
+            tensor=tensor.name,
+            offset=offset,
+            nbytes=nbytes,
+        )
 
     def check_in_memory(self, block: Block, part: ByteRange | TensorInfo, view: BufferView) -> None:
         """`check_block` of bytes in host memory: `view` has the bytes of `part`."""
@@ -186,6 +203,9 @@ class Recorder(Verifier):
 
     def _check_header(self, shard: Shard) -> None:
         pass  # there is nothing to compare it with
+
+    def _require_checksums(self, tensor: TensorInfo) -> None:
+        pass  # there are none yet
 
     def check_block(self, block: Block, data: object) -> None:
         checksums = self._found[block.tensor.shard].setdefault(block.tensor.name, [])

@@ -78,6 +78,13 @@ def _into_page_cache(shard: int, offset: int, length: int) -> str:
     return "mapped"
 
 
+def require_room_to_plan(nbytes: int, limits: Limits) -> None:
+    """Raises PlacementError if the plan itself would not fit into memory."""
+    reads = nbytes // limits.max_request
+    if reads > _FEW_READS:
+        require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
+
+
 class Session:
     """The open files and the backend of one checkpoint. Close it after its last batch."""
 
@@ -290,7 +297,7 @@ class Session:
         except CheckpointError as error:
             if self.cache == "mapped":
                 raise
-            self.report.refusals[f"mapping {self.checkpoint.shards[shard].name}"] = str(error)
+            self.report.refusals[f"mapping on {self.checkpoint.shards[shard].name}"] = str(error)
             return False
         return True
 
@@ -306,9 +313,7 @@ class Session:
             self.register(shard)
         limits, fill = self.open().limits(self.device), self._access.fill
         nbytes = bytes_of(list(ranges))
-        reads = nbytes // limits.max_request
-        if reads > _FEW_READS:
-            require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
+        require_room_to_plan(nbytes, limits)
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
             expected_bytes = self._expected_bytes or self.report.wanted_bytes
             fill.decide(expected_bytes, self._beside_bytes)

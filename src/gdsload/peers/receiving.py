@@ -123,6 +123,9 @@ class Receiving:
             raise
 
     def _read_manifest(self, directory: RemoteDirectory, checkpoint: Checkpoint) -> None:
+        # A store that may not be listed forbids what it does not have.
+        if not directory.has(MANIFEST_NAME):
+            return
         try:
             self.manifest = directory.read(MANIFEST_NAME, LIMIT_BYTES)
         except CheckpointNotFound:

@@ -455,14 +455,15 @@ def _allocated(directory: str) -> int:
 
 def _cached(directory: str) -> Cached:
     url, version, size, used = "", "", 0, 0.0
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    # Whatever somebody has written there.
+    with suppress(OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         fd = _opened(os.path.join(directory, _PIECES), os.O_RDONLY)
         try:
             facts = json.loads(os.pread(fd, _FACTS_BYTES, 0).partition(b"\n")[0])
             used = os.fstat(fd).st_mtime
         finally:
             os.close(fd)
-        url, version, size = str(facts["url"]), str(facts["version"]), int(facts["size"])
+        url, version, size = str(facts["url"]), str(facts["version"]), max(int(facts["size"]), 0)
     with os.scandir(directory) as files:
         busy = any(_is_locked(each.path) for each in files)
     return Cached(directory, url, version, size, _allocated(directory), used, busy)

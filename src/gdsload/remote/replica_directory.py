@@ -143,8 +143,10 @@ class ReplicaDirectory(RemoteDirectory):
     def _no_answer(self, errors: Sequence[Exception]) -> CheckpointError:
         reasons = [source.abandoned for source in self._sources.all if source.abandoned]
         texts = dict.fromkeys([*reasons, *map(str, errors)])
-        missing = errors and all(isinstance(error, CheckpointNotFound) for error in errors)
-        kind = CheckpointNotFound if missing and not reasons else CheckpointUnreadable
+        # What a source that works does not have is missing, whatever others cannot tell.
+        told = [error for error in errors if not _is_down(error)]
+        missing = told and all(isinstance(error, CheckpointNotFound) for error in told)
+        kind = CheckpointNotFound if missing else CheckpointUnreadable
         code = errno.ENOENT if kind is CheckpointNotFound else errno.EIO
         return kind(f"{self.path}: no source: {'; '.join(texts)}", path=self.path, errno=code)
 
