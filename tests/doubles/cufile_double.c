@@ -54,7 +54,12 @@ EXPORT void cufile_double_set(int wanted_version, int is_native, int (*device)(c
     log_path[0] = 0;
     pthread_mutex_unlock(&lock);
 }
-EXPORT void cufile_double_size(int parameter, size_t value) { sizes[parameter] = value; }
+EXPORT void cufile_double_size(int parameter, size_t value)
+{
+    pthread_mutex_lock(&lock);
+    sizes[parameter] = value;
+    pthread_mutex_unlock(&lock);
+}
 EXPORT const char *cufile_double_log_path(void) { return log_path; }
 EXPORT void cufile_double_log(int64_t *out)
 {
