@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -215,7 +215,12 @@ class LoadReport:
         devices = self.device.split(",") if self.tensors else []
         self.device = ",".join(dict.fromkeys([*devices, *other.device.split(",")]))
         fields = {name for name in vars(self) if name[0] != "_"}
-        for name in fields - {"source", "device", "verify"}:
+        self.merge(other, fields - {"source", "device", "verify"})
+        self.verify = other.verify
+
+    def merge(self, other: LoadReport, names: Iterable[str]) -> None:
+        """Internal: adds these fields of another report, as `add` does."""
+        for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
             if name in ("depth", "ranks", "peak_rss_bytes"):
                 setattr(self, name, max(mine, theirs))
@@ -227,7 +232,6 @@ class LoadReport:
                 mine.update((key, mine.get(key, 0) + value) for key, value in theirs.items())
             else:
                 setattr(self, name, mine or theirs)
-        self.verify = other.verify
 
     def to_dict(self) -> dict[str, Any]:
         """All fields except the spans, `read_ratio`, and `rate` as `bytes_per_second`."""

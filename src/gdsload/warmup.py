@@ -144,7 +144,8 @@ class Hook:
         self._lock = fork_safe_lock(self)
 
     def start(self) -> Prefetch:
-        """Starts the prefetch. Returns the one that runs or has ended well, if there is one."""
+        """Starts the prefetch and returns it. If one is still running, or has read everything, that
+        one is returned."""
         with self._lock:
             ahead = self._prefetch
             if ahead is None or ahead.progress().state in (CANCELLED, CLOSED, FAILED):

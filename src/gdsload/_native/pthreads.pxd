@@ -38,7 +38,7 @@ cdef extern from * nogil:
         return error;
     }
     /* A native thread must not take the process's signals: Python wants them on its main thread.
-       Its own faults are for whoever handles them, such as faulthandler. */
+       It does not block the signals of its own faults: Python's faulthandler can print those. */
     static inline int start_quiet_thread(pthread_t *thread, void *(*run)(void *), void *arg) {
         sigset_t all, before;
         sigfillset(&all);

@@ -489,7 +489,7 @@ cdef class Pump:
             pthread_mutex_lock(&pump.lock)
             while pump.engine == NULL and pump.broken == 0 and error == 0:
                 error = pthread_cond_timedwait(&pump.settled, &pump.lock, &until)
-            error = pump.broken if pump.engine == NULL else 0
+            error = pump.broken
             opened = pump.engine != NULL
             pthread_mutex_unlock(&pump.lock)
         if error:

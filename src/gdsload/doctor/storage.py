@@ -59,7 +59,7 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
     if stat.S_ISDIR(mode) and not os.access(path, os.R_OK | os.X_OK):
         return Finding(name, NO, "this user may not read the directory")
     try:
-        fd = _sample(os.fspath(path))
+        fd = (_sample if stat.S_ISDIR(mode) else _opened)(os.fspath(path))
     except CheckpointError as error:
         return Finding(name, NO, str(error))
     except OSError as error:
@@ -86,10 +86,12 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
     return Finding(name, YES, f"works; memory aligned to {alignment[0]}, offset to {alignment[1]}")
 
 
+def _opened(path: str) -> int:
+    return open_regular(path)[0]
+
+
 def _sample(path: str) -> int:
-    """A descriptor of a regular file at or in `path`."""
-    if not stat.S_ISDIR(os.stat(path).st_mode):
-        return open_regular(path)[0]
+    """A descriptor of a regular file in a directory."""
     folders = [path]
     for _ in range(1 + _LEVELS):
         files: list[str] = []
@@ -104,6 +106,6 @@ def _sample(path: str) -> int:
                             below.append(entry.path)
         for file in sorted(files, key=lambda each: (not each.endswith(".safetensors"), each)):
             with suppress(CheckpointError):
-                return open_regular(file)[0]
+                return _opened(file)
         folders = sorted(below)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, 0o600)

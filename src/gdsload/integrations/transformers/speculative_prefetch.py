@@ -43,6 +43,11 @@ _UNKNOWN = (
     "tp_plan",
     "tp_size",
 )
+# What the report of a load takes over as it is from that of its prefetch.
+_MERGED = (
+    *("paths", "pages", "read_bytes", "requests", "short_reads", "retries", "failovers"),
+    *("depth", "backend", "engine", "choice", "filesystem", "rates", "refusals"),
+)
 # If both are set, ranks other than the first of a node load nothing.
 _FSDP = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
@@ -84,19 +89,9 @@ def _add(report: LoadReport, reads: Prefetch) -> None:
     others = report.paths.pop("prefetched", 0) - reads.progress().claimed_bytes
     if others > 0:
         report.paths["prefetched"] = others
-    for name in ("paths", "pages", "failovers"):
-        mine = getattr(report, name)
-        for key, value in getattr(theirs, name).items():
-            mine[key] = mine.get(key, 0) + value
-    for name in ("read_bytes", "requests", "short_reads", "retries"):
-        setattr(report, name, getattr(report, name) + getattr(theirs, name))
+    report.merge(theirs, _MERGED)
     # Not all of its bytes from the local cache: the load has counted files that are wholly there.
     report.cached_bytes += theirs.paths.get(LOCAL_CACHE, 0)
-    report.depth = max(report.depth, theirs.depth)
-    for name in ("backend", "engine", "choice", "filesystem"):
-        setattr(report, name, getattr(report, name) or getattr(theirs, name))
-    report.rates.update(theirs.rates)
-    report.refusals.update(theirs.refusals)
     if theirs.failure:
         report.refusals["prefetch"] = theirs.failure
     report.spans += [
@@ -191,14 +186,15 @@ def _config_of(
 
 def _wanted_dtype(config: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str | None:
     """The dtype of the model, by torch's name; None: as the checkpoint has it."""
-    given = _first(kwargs)
+    given = _dtype_in(kwargs)
     if given is None and not _keeps_dtypes():
         return "float32"
-    wanted = _first(config) if given in (None, "auto") else given
+    wanted = _dtype_in(config) if given in (None, "auto") else given
     return None if wanted is None else str(wanted).removeprefix("torch.")
 
 
-def _first(words: Mapping[str, Any]) -> Any:
+def _dtype_in(words: Mapping[str, Any]) -> Any:
+    """The dtype in keywords or in a config, by its new name or its old one."""
     dtype = words.get("dtype")
     return words.get("torch_dtype") if dtype is None else dtype
 
