@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from transformers import modeling_utils
 import gdsload
 import tinymodels
 from gdsload.integrations.transformers import tied_weights
+from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.tied_weights import (
     ASKED,
     TiedWeights,
     surely_equal,
     tied_equal,
+    twin_pairs,
 )
 
 KNOWN = hasattr(modeling_utils, ASKED)
@@ -130,11 +133,28 @@ def comparing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
 def test_tied_weights_are_compared_once_while_the_rest_is_loaded(
-    twice: Path, comparing: list[str]
+    twice: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from transformers import core_model_loading
+
+    equal, set_parameter = tied_weights.equal_bytes, core_model_loading.set_param_for_module
+    last_set = threading.Event()
+    waited: list[bool] = []
+
+    def equal_after_all(one: torch.Tensor, other: torch.Tensor) -> bool:
+        waited.append(last_set.wait(10))
+        return equal(one, other)
+
+    def noted_set(model: Any, target_name: str, *rest: Any, **named: Any) -> Any:
+        result = set_parameter(model, target_name, *rest, **named)
+        if target_name == "model.norm.weight":
+            last_set.set()
+        return result
+
+    monkeypatch.setattr(tied_weights, "equal_bytes", equal_after_all)
+    monkeypatch.setattr(core_model_loading, "set_param_for_module", noted_set)
     assert tied(gdsload.from_pretrained(twice))
-    assert comparing.count("compared") == 1
-    assert comparing[-1] == "set"
+    assert waited == [True]
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
@@ -161,6 +181,9 @@ def loaded(model: Tied) -> Tied:
     ties = TiedWeights(model)
     for name in ("other", "target", "source", "source"):
         ties.parameter_set(name)
+    for thread in threading.enumerate():
+        if thread.name == "gdsload-compare":
+            thread.join()
     return model
 
 
@@ -199,9 +222,160 @@ def test_unequal_parameters_are_left_to_transformers(comparing: list[str]) -> No
     assert not tied_equal(model.source, model.target)
 
 
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_parameters_are_compared_at_the_end_if_no_thread_starts(
+    comparing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tied_weights, "start_thread", lambda run, name: None)
+    model = loaded(Tied())
+    assert comparing == []
+    assert tied_equal(model.source, model.target)
+    assert comparing == ["compared"]
+
+
 def test_parameters_that_nobody_asks_for_are_released() -> None:
     model = loaded(Tied())
     dead = [weakref.ref(model.source), weakref.ref(model.target)]
     del model
     gc.collect()
     assert [each() for each in dead] == [None, None]
+
+
+class Twins:
+    """A checkpoint in bfloat16 with a head of many windows, loaded as float32."""
+
+    def __init__(self, path: Path) -> None:
+        tinymodels.build("llama_tied").to(torch.bfloat16).save_pretrained(path)
+        self.path, self.file = path, path / "model.safetensors"
+        self.tensors = safetensors.torch.load_file(self.file)
+        self.tensors[HEAD] = self.tensors[EMBEDDINGS].clone()
+
+    def load(self, window_bytes: int = 2048) -> Any:
+        """Loads what `tensors` are now, and compares it with the model of transformers."""
+        safetensors.torch.save_file(self.tensors, self.file, metadata={"format": "pt"})
+        stock = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        with gdsload.accelerated(window_bytes=window_bytes, ahead_bytes=4096):
+            model = gdsload.from_pretrained(self.path, dtype=torch.float32)
+        assert tied(model) == tied(stock)
+        found, wanted = model.state_dict(), stock.state_dict()
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        return model
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> Twins:
+    return Twins(tmp_path)
+
+
+@pytest.fixture
+def separated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each twin that got memory of its own, how many rows were equal until then."""
+    rows: list[int] = []
+    separate = ParameterBuffers.separate
+
+    def noted(places: ParameterBuffers, key: str, equal: int) -> None:
+        rows.append(equal)
+        separate(places, key, equal)
+
+    monkeypatch.setattr(ParameterBuffers, "separate", noted)
+    return rows
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_equal_twin_takes_no_memory_and_is_not_compared_again(
+    twins: Twins, separated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tied_weights, "equal_bytes", lambda *_: pytest.fail("compared again"))
+    assert tied(twins.load())
+    assert separated == []
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+@pytest.mark.parametrize("row", [0, 50, -1])
+@pytest.mark.parametrize("value", [7.0, float("nan")])
+@pytest.mark.parametrize("name", [EMBEDDINGS, HEAD])
+def test_twin_that_differs_has_memory_of_its_own(
+    twins: Twins, separated: list[int], row: int, value: float, name: str
+) -> None:
+    twins.tensors[name][row, -1] = value
+    model = twins.load()
+    assert not tied(model)
+    [rows] = separated
+    assert 0 <= rows <= row % len(twins.tensors[name])
+    assert rows > 0 or row == 0
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 9
+    assert model.model.embed_tokens.weight[0, 0] != 9
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_twins_with_nan_are_not_tied(twins: Twins, separated: list[int]) -> None:
+    for name in (EMBEDDINGS, HEAD):
+        twins.tensors[name][9, 9] = float("nan")
+    assert not tied(twins.load())
+    assert len(separated) == 1
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_zeros_of_other_signs_are_tied_as_by_transformers(
+    twins: Twins, separated: list[int]
+) -> None:
+    twins.tensors[EMBEDDINGS][9, 9] = -0.0
+    twins.tensors[HEAD][9, 9] = 0.0
+    assert tied(twins.load())
+    assert len(separated) == 1
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+@pytest.mark.parametrize("name", [EMBEDDINGS, HEAD])
+def test_zeros_are_not_compared_with_memory_that_is_not_written_yet(
+    twins: Twins, name: str
+) -> None:
+    twins.tensors[name].zero_()
+    assert not tied(twins.load(window_bytes=1 << 20))  # both in one window
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_twins_that_are_not_surely_tied_are_two(
+    twins: Twins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_tying(model: Any, **words: Any) -> None:
+        """As in a class whose author knows better."""
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "tie_weights", no_tying)
+    model = twins.load()
+    assert not tied(model)
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_callbacks_write_to_one_of_two_twins(twins: Twins) -> None:
+    before = twins.tensors[HEAD][0, 0].item()
+
+    def write(name: str, module: torch.nn.Module) -> None:
+        if name == "model.embed_tokens":
+            module.weight.data[0, 0] = 9
+
+    safetensors.torch.save_file(twins.tensors, twins.file, metadata={"format": "pt"})
+    with gdsload.accelerated(window_bytes=2048, ahead_bytes=4096):
+        model = gdsload.from_pretrained(twins.path, dtype=torch.float32, on_module_ready=write)
+    assert model.lm_head.weight[0, 0] == before
+
+
+def test_pairs_that_share_a_weight_are_no_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_utils, ASKED, torch.equal, raising=False)
+
+    class Model(transformers.PreTrainedModel):
+        def __init__(self) -> None:
+            """Has only what is asked for."""
+
+    model: Any = object.__new__(Model)
+    for pairs, twins in (
+        ({"a": "b"}, [("a", "b")]),
+        ({"a": "b", "c": "b", "d": "e"}, [("d", "e")]),
+        ({"a": "b", "b": "c"}, []),
+    ):
+        object.__setattr__(model, "all_tied_weights_keys", pairs)
+        assert twin_pairs(model) == twins

@@ -141,3 +141,48 @@ def test_floats_that_are_not_aligned_are_refused(
     with pytest.raises(ValueError, match="not aligned as float32"):
         Copier(2).copy([(target, start, nbytes, False), odd], fresh.handle())
     assert fresh.read(0, 4096) == bytes(4096)
+
+
+def widened(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random numbers as bfloat16, and as float32."""
+    source = torch.randn(count, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    return source, source.float()
+
+
+def is_widened(target: torch.Tensor, source: torch.Tensor, threads: int = 2) -> bool:
+    return Copier(threads).widens_to(target.data_ptr(), source.data_ptr(), target.nbytes)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_that_a_cast_would_not_change_is_recognized(threads: int) -> None:
+    source, target = widened(3 * UNIT // 4 + 77)
+    assert is_widened(target, source, threads)
+    for place in (0, 1, 5, 70_000, UNIT // 4, source.numel() - 1):
+        for change in (1, -(1 << 31)):  # the last bit, and the sign
+            words = target.view(torch.int32)
+            before = words[place].item()
+            words[place] ^= change
+            assert not is_widened(target, source, threads), (place, change)
+            words[place] = before
+    assert is_widened(target, source, threads)
+
+
+@pytest.mark.parametrize("place", [0, 4321])
+@pytest.mark.parametrize("bits", [0x7F81, 0x7FFF, -0x7F, -1])
+def test_nan_is_not_recognized(place: int, bits: int) -> None:
+    source, _ = widened(4400)
+    source.view(torch.int16)[place] = bits
+    assert source[place].isnan()
+    assert not is_widened(source.float(), source)
+
+
+def test_infinity_and_zeros_are_recognized() -> None:
+    source = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0], dtype=torch.bfloat16)
+    assert is_widened(source.float(), source)
+    assert not is_widened(-source.float(), source)
+
+
+def test_only_aligned_floats_are_compared() -> None:
+    source, target = widened(16)
+    with pytest.raises(ValueError, match="not aligned as float32"):
+        Copier(1).widens_to(target.data_ptr() + 1, source.data_ptr(), 4)

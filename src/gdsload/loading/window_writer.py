@@ -62,6 +62,16 @@ class CopyPart(NamedTuple):
         return index is None or (isinstance(index, tuple) and index[:1] == (slice(None),))
 
 
+class Copy(NamedTuple):
+    """A part as the copier takes it: addresses, the length of the target, and whether the source is
+    bfloat16 and the target float32."""
+
+    target: int
+    source: int
+    nbytes: int
+    widens: bool
+
+
 class _WindowBatch(Batch):
     """A window in host memory that is reused by later windows."""
 
@@ -180,7 +190,7 @@ class WindowWriter:
         self._advance()
 
     def _write(self, window: Sequence[CopyPart], batch: Batch) -> None:
-        copies: list[tuple[int, int, int, bool]] = []
+        copies: list[Copy] = []
         copied: list[tuple[BufferView, int]] = []
         others = []
         for part in window:
@@ -189,12 +199,13 @@ class WindowWriter:
                 target = target[part.at]
             view = batch.views.get(part.info.name)
             copy = None if view is None else self._copy_of(part, target, view)
+            is_there = self._is_there(part, copy)
             if copy is None or view is None:
                 others.append((part, target))
                 copy = self._touch_of(target)
             else:
                 copied.append((view, part.info.nbytes))
-            if copy is not None:
+            if copy is not None and not is_there:
                 copies.append(copy)
         region = None if self._fresh is None else self._fresh.handle()
         count_pages(self.session.report, *self._copier.copy(copies, region))
@@ -205,9 +216,11 @@ class WindowWriter:
             tensor = tensors.pop(part.info.name)
             target.copy_(tensor if part.index is None else tensor[part.index])
 
-    def _copy_of(
-        self, part: CopyPart, target: torch.Tensor, view: BufferView
-    ) -> tuple[int, int, int, bool] | None:
+    def _is_there(self, part: CopyPart, copy: Copy | None) -> bool:
+        """Whether other memory has what `copy` would write, and stands for it."""
+        return False
+
+    def _copy_of(self, part: CopyPart, target: torch.Tensor, view: BufferView) -> Copy | None:
         """A part as the copier takes it; None if it is for torch."""
         if (
             self.session.device != "cpu"
@@ -220,17 +233,17 @@ class WindowWriter:
             return None
         source = view.region.address + view.offset
         if target.dtype == known_dtype(part.info.dtype):
-            return target.data_ptr(), source, part.info.nbytes, False
+            return Copy(target.data_ptr(), source, part.info.nbytes, False)
         widens = part.info.dtype == "BF16" and target.dtype == known_dtype("F32")
         if not widens or source % 2 or target.data_ptr() % 4:
             return None
-        return target.data_ptr(), source, 2 * part.info.nbytes, True
+        return Copy(target.data_ptr(), source, 2 * part.info.nbytes, True)
 
-    def _touch_of(self, target: torch.Tensor) -> tuple[int, int, int, bool] | None:
+    def _touch_of(self, target: torch.Tensor) -> Copy | None:
         """Fresh memory to be touched before torch writes to it; None if it is not fresh."""
         if self._fresh is None or not target.is_contiguous():
             return None
-        return target.data_ptr(), 0, target.nbytes, False
+        return Copy(target.data_ptr(), 0, target.nbytes, False)
 
     def _release_first(self) -> None:
         batch, _ = self._in_flight.popleft()

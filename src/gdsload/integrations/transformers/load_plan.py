@@ -12,7 +12,7 @@ tensor: a tensor that was not predicted is read when it is requested.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from gdsload.integrations.transformers.parameter_buffers import (
     buffer_of,
     kinds_of,
 )
+from gdsload.integrations.transformers.tied_weights import twin_pairs
 from gdsload.planning.read_plan import FILE_ORDER
 from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
 from gdsload.system.device_name import device_name
@@ -51,6 +52,8 @@ class LoadPlan:
     shapes: set[str] = field(default_factory=set)  # wanted without their bytes
     buffers: list[ParameterBuffer] = field(default_factory=list)  # in file order
     written: set[str] = field(default_factory=set)  # the tensors of `buffers`
+    # Of two tied ones that are cast alike, the later one in the file, and the earlier one.
+    twins: dict[str, str] = field(default_factory=dict)
     deferred: bool = True  # tensors are requested one by one, by the thread that sets them
     # Answers of rename_source_key: (key, number of renamings, number of converters).
     names: dict[tuple[str, int, int], tuple[str, str | None]] = field(default_factory=dict)
@@ -194,6 +197,7 @@ def load_plan_of(
         plan.buffers = [buffer for buffer in buffers if buffer is not None]
     plan.buffers.sort(key=lambda b: min(FILE_ORDER(infos[kind.keys[0]]) for kind in b.kinds))
     plan.written = {key for buffer in plan.buffers for key in buffer.keys}
+    plan.twins = _twins(model, patterns_of, plan.buffers, infos)
     order = list(slices)
     if plan.deferred:  # parameter by parameter
         order = [key for patterns in patterns_of.values() for ks in patterns.values() for key in ks]
@@ -221,6 +225,25 @@ def _buffer(
         return None
     kinds = kinds_of(patterns, sources, infos, layout)
     return None if kinds is None else buffer_of(kinds, dtypes[patterns[first][0]], layout)
+
+
+def _twins(
+    model: Any,
+    patterns_of: Mapping[str, _Patterns],
+    buffers: Sequence[ParameterBuffer],
+    infos: Mapping[str, TensorInfo],
+) -> dict[str, str]:
+    casts = {buffer.keys[0]: buffer for buffer in buffers if buffer.layout == CAST}
+    twins = {}
+    for pair in twin_pairs(model):
+        keys_of = [keys for name in pair for keys in patterns_of.get(name, {}).values()]
+        found = [key for keys in keys_of for key in keys]
+        if len(found) != 2 or not casts.keys() >= set(found):
+            continue
+        first, second = sorted(found, key=lambda key: FILE_ORDER(infos[key]))
+        if casts[first].dtype == casts[second].dtype and casts[first].shape == casts[second].shape:
+            twins[second] = first
+    return twins
 
 
 def _merged_patterns(loading: Any, load_config: Any) -> dict[str, tuple[str, list[str]]]:

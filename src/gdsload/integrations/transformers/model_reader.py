@@ -175,7 +175,7 @@ class ModelReader:
         )
         self._begin(self.queue)
         with self.report.phase("prepare"):
-            self.buffers = self._stack.enter_context(ParameterBuffers(plan.buffers))
+            self.buffers = self._stack.enter_context(ParameterBuffers(plan.buffers, plan.twins))
         self.writer = self._stack.enter_context(
             ParameterWriter(
                 self.session,

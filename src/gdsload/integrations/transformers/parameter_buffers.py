@@ -6,7 +6,8 @@
     rows     the rows of several tensors, one after the other
 
 Each tensor is copied once, from the read window to its part of the parameter, and cast on the way.
-When transformers stacks and concatenates these parts afterwards, the result is there already. Not
+When transformers stacks and concatenates these parts afterwards, the result is there already. The
+memory of an earlier parameter stands for a later one, its twin, as long as both are equal. Not
 responsible for reading and copying (`parameter_writer`).
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 from mmap import PAGESIZE
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Region
@@ -105,14 +107,18 @@ class ParameterBuffers:
         region: All of it, which nobody has touched; None if there are no parameters.
     """
 
-    def __init__(self, buffers: Sequence[ParameterBuffer]) -> None:
-        """Reserves address space for `buffers`, in the order in which they will be written.
+    def __init__(
+        self, buffers: Sequence[ParameterBuffer], twins: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Reserves address space for `buffers`, in the order in which they will be written. `twins`
+        are later tensors and the earlier ones that they may be equal to.
 
         Raises PlacementError if the machine has less memory available than they take.
         """
         self._unwritten: dict[str, torch.Tensor] = {}  # where each tensor is to be copied
         # Results by the function of torch, its dimension, and the identity of its operands.
         self._merged: dict[tuple[str, int, Any], torch.Tensor] = {}
+        self._twins: dict[str, tuple[str, torch.Tensor]] = {}
         self.region: Region | None = None
         # No page holds two parameters: it is freed with its parameter.
         sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
@@ -128,6 +134,7 @@ class ParameterBuffers:
             raw = bytes_at(BufferView(region, offset), buffer.nbytes)
             self._lay_out(buffer, raw.view(buffer.dtype).view(buffer.shape))
             offset += size
+        self._twins = {later: (name, self._unwritten[name]) for later, name in twins.items()}
 
     def _lay_out(self, buffer: ParameterBuffer, parameter: torch.Tensor) -> None:
         if buffer.layout == CAST:
@@ -159,9 +166,21 @@ class ParameterBuffers:
         """Where to copy a tensor."""
         return self._unwritten[key]
 
+    def twin_of(self, key: str) -> tuple[str, torch.Tensor] | None:
+        """The name and the memory of the earlier tensor that stands for this one, if any."""
+        return self._twins.get(key)
+
+    def separate(self, key: str, rows: int) -> None:
+        """Makes a tensor have memory of its own, with so many first rows of its twin."""
+        _, twin = self._twins.pop(key)
+        if rows:
+            self._unwritten[key][:rows].copy_(twin[:rows])
+
     def give(self, key: str) -> torch.Tensor | None:
-        """The written part of a tensor, once."""
-        return self._unwritten.pop(key, None)
+        """The written part of a tensor, or its twin's memory, once."""
+        part = self._unwritten.pop(key, None)
+        _, twin = self._twins.pop(key, ("", None))
+        return part if twin is None else twin
 
     def merged(self, function: str, tensors: Any, dim: int) -> torch.Tensor | None:
         """The result of STACK or CAT of these tensors in dimension `dim`, if they are parts of one
@@ -171,6 +190,7 @@ class ParameterBuffers:
     def close(self) -> None:
         """Frees the parameters that were not taken. May be called again."""
         self._unwritten.clear()
+        self._twins.clear()
         self._merged.clear()
 
     def __enter__(self) -> ParameterBuffers:
@@ -186,4 +206,4 @@ def _identity(tensors: Any) -> Any:
 
     if not isinstance(tensors, (list, tuple)) or any(type(t) is not torch.Tensor for t in tensors):
         return None
-    return tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
+    return tuple((each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors)

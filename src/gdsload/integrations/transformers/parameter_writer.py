@@ -14,7 +14,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
 from gdsload.loading.session import Session
-from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, CopyPart, WindowWriter
+from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, Copy, CopyPart, WindowWriter
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -79,6 +79,18 @@ class ParameterWriter(WindowWriter):
             if part is not None:
                 self.taken_tensors += 1
             return part
+
+    def _is_there(self, part: CopyPart, copy: Copy | None) -> bool:
+        twin = self.buffers.twin_of(part.key)
+        if twin is None:
+            return False
+        name, memory = twin
+        if copy is not None and copy.widens and self.window_of[name] < self.copied:
+            target = memory[part.at] if part.at else memory
+            if self._copier.widens_to(target.data_ptr(), copy.source, copy.nbytes):
+                return True
+        self.buffers.separate(part.key, part.at[0].start if part.at else 0)
+        return False
 
     def _require_open(self) -> None:
         if self._closed:

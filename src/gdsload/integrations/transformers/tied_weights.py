@@ -1,20 +1,28 @@
 """Tied parameters that a checkpoint holds twice: transformers ties them only if they are equal.
 
-It compares them after the load. Here they are compared as soon as both are loaded: the rest is read
-meanwhile. They are compared as bytes, several times as fast as floats. Only equality is taken from
+It compares them after the load. Here a thread compares them as soon as both are loaded, while the
+others are. They are compared as bytes, several times as fast as floats. Only equality is taken from
 it; about any other pair transformers decides by itself.
+
+    pair   a target and its source, by the names of the model's parameters
+    twins  a pair of weights that are both cast: the later one in the file is compared with the
+           earlier one while it is read, and takes no memory if it is equal (`parameter_writer`)
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from gdsload.integrations.transformers import module_callbacks
+from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+    from torch.utils.weak import WeakTensorKeyDictionary
 
 # transformers asks it, since version 5.23.
 ASKED = "_tied_params_are_equal"
@@ -44,11 +52,53 @@ def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return equal_bytes(one, other) and not one.detach().sum().isnan()
 
 
-class _Equality(NamedTuple):
-    """What a target was equal to, and when."""
+def asked_pairs(model: Any) -> list[tuple[str, str]]:
+    """The pairs whose equality transformers will ask for if the checkpoint holds both."""
+    if not hasattr(sys.modules.get("transformers.modeling_utils"), ASKED):
+        return []
+    return list((getattr(model, "all_tied_weights_keys", None) or {}).items())
 
-    source: TensorWeakRef
-    versions: tuple[int, int]
+
+def twin_pairs(model: Any) -> list[tuple[str, str]]:
+    """The pairs that transformers will surely tie if they are equal, with nothing between them and
+    the end of the load that could write to one alone."""
+    from transformers import PreTrainedModel
+
+    ties = getattr(type(model), "tie_weights", None)
+    if ties is not PreTrainedModel.tie_weights or module_callbacks.current.get() is not None:
+        return []
+    pairs = asked_pairs(model)
+    uses = Counter(name for pair in pairs for name in pair)
+    return [pair for pair in pairs if all(uses[name] == 1 for name in pair)]
+
+
+class _Comparison:
+    """Whether a target and its source are equal. It takes a thread and no memory."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        from torch.utils.weak import TensorWeakRef
+
+        self._source = TensorWeakRef(source)
+        self._versions = _versions(source, target)
+        self._equal: bool | None = None
+        self._thread = None
+        if source.data_ptr() == target.data_ptr():  # twins, which have no NaN
+            self._equal = True
+        else:
+            compare = partial(self._compare, source, target)
+            self._thread = start_thread(compare, "gdsload-compare")
+
+    def _compare(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._equal = surely_equal(source, target)
+
+    def holds(self, source: torch.Tensor, target: torch.Tensor) -> bool | None:
+        """Whether both are surely equal; None if they are other tensors than those that were
+        compared, or were written to since then."""
+        if self._source() is not source or self._versions != _versions(source, target):
+            return None
+        if self._thread is not None:
+            self._thread.join()
+        return self._equal
 
 
 class TiedWeights:
@@ -58,14 +108,12 @@ class TiedWeights:
         """Compares nothing yet, and never if transformers would not ask."""
         self._model = model
         self._pairs: dict[str, list[tuple[str, str]]] = {}  # source and target, by both names
-        if not hasattr(sys.modules.get("transformers.modeling_utils"), ASKED):
-            return
-        for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        for target, source in asked_pairs(model):
             for name in (source, target):
                 self._pairs.setdefault(name, []).append((source, target))
 
     def parameter_set(self, name: str) -> None:
-        """Compares a parameter that was loaded with those that were loaded before."""
+        """Begins to compare a parameter that was loaded with those that were loaded before."""
         for pair in self._pairs.pop(name, ()):
             if pair[0] in self._pairs or pair[1] in self._pairs:
                 continue  # the other one is not loaded yet
@@ -75,30 +123,22 @@ class TiedWeights:
                 continue
             if source.is_inference() or target.is_inference():  # nobody counts their writes
                 continue
-            if surely_equal(source, target):
-                _note_equal(source, target)
+            _comparisons()[target] = _Comparison(source, target)
 
 
 @cache
-def _equalities() -> WeakTensorKeyDictionary:
+def _comparisons() -> WeakTensorKeyDictionary:
     """Of targets, until transformers asks for them."""
     from torch.utils.weak import WeakTensorKeyDictionary
 
     return WeakTensorKeyDictionary()
 
 
-def _note_equal(source: torch.Tensor, target: torch.Tensor) -> None:
-    from torch.utils.weak import TensorWeakRef
-
-    _equalities()[target] = _Equality(TensorWeakRef(source), _versions(source, target))
-
-
 def tied_equal(source: torch.Tensor, target: torch.Tensor) -> bool:
     """True if two parameters have the same bytes and no NaN; False proves nothing."""
-    known: _Equality | None = _equalities().pop(target, None)  # type: ignore[no-untyped-call]
-    if known is None or known.source() is not source:
-        return surely_equal(source, target)
-    return known.versions == _versions(source, target) or surely_equal(source, target)
+    known: _Comparison | None = _comparisons().pop(target, None)  # type: ignore[no-untyped-call]
+    equal = None if known is None else known.holds(source, target)
+    return surely_equal(source, target) if equal is None else equal
 
 
 def _versions(source: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
