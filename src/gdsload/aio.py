@@ -9,7 +9,8 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextvars import copy_context
+from contextlib import AbstractAsyncContextManager, nullcontext
+from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,7 @@ from gdsload.api import WINDOW_BYTES, stream
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
+from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.system.cancellation import CancelToken, check
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import STALL_SECONDS
@@ -141,18 +143,26 @@ async def astream(
 
 
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
+# Of the load in whose callbacks this context is. A load that they wait for has its turn.
+_load: ContextVar[CancelToken | None] = ContextVar("gdsload.turn", default=None)
+_holders: set[CancelToken | None] = set()  # the load that has the turn
 # By event loop: at most one load is in a thread of its executor. If all waited there for a turn, no
 # thread would be left for the rest of the program. A loop without loads has no entry.
 _loop_turns: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakValueDictionary()
 
 
-def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+def _in_turn(stop: CancelToken, source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    if _load.get() in _holders:
+        return from_pretrained(source, *args, **kwargs)
     turn = _turn
     while not turn.acquire(timeout=0.1):
         check()  # raises if this load was cancelled
+    _holders.add(stop)
     try:
-        return from_pretrained(source, *args, **kwargs)
+        with held(_load, stop):
+            return from_pretrained(source, *args, **kwargs)
     finally:
+        _holders.discard(stop)
         turn.release()
 
 
@@ -182,9 +192,12 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
         >>> model = await gdsload.afrom_pretrained("model", device_map="cuda:0")
     """
     stop = CancelToken()
-    async with _loop_turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+    lock: AbstractAsyncContextManager[Any] = nullcontext()
+    if _load.get() not in _holders:
+        lock = _loop_turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    async with lock:
         # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
-        loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
+        loading = _in_executor(stop.run, _in_turn, stop, source, *args, **kwargs)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:

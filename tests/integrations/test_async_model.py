@@ -249,3 +249,26 @@ def test_cancellation_before_or_during_a_load_gives_no_model() -> None:
     with pytest.raises(cancellation.LoadCancelled):
         stop.run(str)
     cancellation.check()  # and nobody else is stopped
+
+
+@pytest.mark.parametrize("same_loop", [False, True])
+def test_callback_waits_for_another_load(source: Path, same_loop: bool) -> None:
+    inner: list[Any] = []
+
+    async def main() -> Any:
+        loop = asyncio.get_running_loop()
+
+        def ready(name: str, module: Any) -> None:
+            if inner:
+                return
+            other = gdsload.afrom_pretrained(source)
+            if same_loop:
+                inner.append(asyncio.run_coroutine_threadsafe(other, loop).result(60))
+            else:
+                inner.append(asyncio.run(asyncio.wait_for(other, 60)))
+
+        return await gdsload.afrom_pretrained(source, on_module_ready=ready)
+
+    outer = asyncio.run(main())
+    assert tinymodels.differences(outer, inner[0]) == []
+    assert asyncio.run(gdsload.afrom_pretrained(source)) is not outer  # the turn was given back

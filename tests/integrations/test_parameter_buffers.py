@@ -355,3 +355,14 @@ def test_page_cache_is_not_filled_where_casts_leave_no_room(
         del model
     assert decisions[0].startswith("filled: ")
     assert re.search("^not filled: .* bytes and .* for parameters leave too", decisions[1])
+
+
+def test_writer_that_was_closed_posts_nothing(tiny_moe_checkpoint: Path) -> None:
+    with (
+        Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport("tiny"), ReadSettings(cache="buffered")) as session,
+    ):
+        writer = ended(session, [*checkpoint.tensors.values()])
+        with pytest.raises(QueueClosed, match="has ended"):
+            writer.start()
+        assert not session.posted

@@ -165,3 +165,43 @@ def test_queue_slices_of_the_same_rows_have_bytes_of_their_own(tmp_path: Path, c
             queue.start()
             for one, index in zip(slices, columns, strict=True):
                 assert torch.equal(queue.take(one), tensor[index])
+
+
+def test_queue_does_not_wait_for_what_is_there(
+    tiny_moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that is reused is complete before its first slice is given."""
+    in_vain: list[bool] = []
+    pause = ReadWindow.pause
+
+    def noted(window: ReadWindow, first: int, last: int, seconds: float) -> None:
+        in_vain.append(window.has_arrived(first, last))
+        pause(window, first, last, seconds)
+
+    monkeypatch.setattr(ReadWindow, "pause", noted)
+    with (
+        gated() as gate,
+        Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
+        Session(
+            checkpoint, LoadReport("tiny"), ReadSettings(backend="gated", cache="buffered")
+        ) as session,
+    ):
+        slices = {wanted.parts[0].shard: wanted for wanted in wholes(session)}
+        with ReadaheadQueue(session, [*slices.values()]) as queue, ThreadPoolExecutor(1) as pool:
+            queue.start()
+            assert len(gate.request().transfers) == 2
+            gate.open(count=1)
+            taken = pool.submit(queue.take, slices[0])
+            gate.wait_seen()
+            assert not taken.done()
+            gate.open()
+            taken.result(60)
+    assert in_vain and not any(in_vain)
+
+
+def test_queue_that_was_closed_posts_nothing(session: Session) -> None:
+    queue = ReadaheadQueue(session, wholes(session))
+    queue.close()
+    with pytest.raises(QueueClosed, match="has ended"):
+        queue.start()
+    assert not session.posted

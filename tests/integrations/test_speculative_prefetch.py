@@ -39,7 +39,7 @@ def is_prefetched(source: Path, cache: str = "direct", **kwargs: Any) -> bool:
     if checkpoint is None:
         return False
     with checkpoint:
-        return not speculative_prefetch._is_converted(source, checkpoint, kwargs)
+        return not speculative_prefetch._is_unfit(source, checkpoint, kwargs)
 
 
 def test_weights_that_are_cast_are_not_prefetched(cold: Path) -> None:
@@ -197,3 +197,25 @@ def test_failed_load_ends_the_prefetch(cold: Path) -> None:
     with pytest.raises((OSError, ValueError)):
         gdsload.from_pretrained(cold, cls=transformers.AutoModelForCausalLM)
     assert prefetches() == []
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
+def test_files_that_transformers_does_not_load_are_not_prefetched(cold: Path, name: str) -> None:
+    (cold / "model.safetensors.index.json").unlink()
+    for file in cold.glob("*.safetensors"):
+        file.rename(cold / name)  # the last one
+    assert not is_prefetched(cold)
+
+
+def test_model_beside_an_adapter_is_not_prefetched(cold: Path) -> None:
+    (cold / "adapter_config.json").write_text("{}")
+    assert not is_prefetched(cold)
+
+
+def test_weights_that_the_config_names_are_not_prefetched(cold: Path) -> None:
+    assert not is_prefetched(cold, config=transformers.LlamaConfig(transformers_weights="a"))
+
+
+def test_files_that_may_not_be_mapped_are_not_prefetched(cold: Path) -> None:
+    assert not is_prefetched(cold, disable_mmap=True)
+    assert is_prefetched(cold, disable_mmap=False)

@@ -874,3 +874,17 @@ def test_bytes_that_were_cast_are_given_back(
     assert left == [False] * 6
     for n in range(6):
         assert bool((targets[f"t{n}"] == n).all())
+
+
+def test_buffered_load_maps_nothing_that_was_prefetched(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint, source)
+    for file in source.glob("*.safetensors"):
+        page_cache.evict(file)
+    with gdsload.prefetch(source, page_cache="fill") as ahead:
+        ahead.wait(PATIENCE_SECONDS)
+        tensors = gdsload.load_file(source, cache="buffered")
+    maps = Path("/proc/self/maps").read_text()
+    assert tensors and str(source) not in maps

@@ -291,3 +291,14 @@ def test_it_is_reached_as_an_attribute() -> None:
     code = "import gdsload; print(gdsload.warmup.status())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
+
+
+def test_a_hook_starts_anew_with_names_of_an_iterator(checkpoint: Path) -> None:
+    with gdsload.Checkpoint.open(checkpoint) as opened:
+        names = [*opened.tensors]
+    start = warmup.hook(checkpoint, wait=True, names=(name for name in names), cache="buffered")
+    read = []
+    for _ in range(2):
+        with start() as ahead:
+            read.append(ahead.progress().wanted_bytes)
+    assert read[0] == read[1] > 0

@@ -17,7 +17,7 @@ import transformers
 import gdsload
 import tinymodels
 from gdsload.errors import CheckpointError, CheckpointNotFound, FileChanged
-from gdsload.integrations.transformers import speculative_prefetch
+from gdsload.integrations.transformers import speculative_prefetch, stand_ins
 from object_server import ObjectServer
 
 pytest.importorskip("obstore")
@@ -261,3 +261,75 @@ def test_missing_model_and_single_file_are_errors(server: ObjectServer) -> None:
         gdsload.from_pretrained(server.url("s3", "nothing"))
     with pytest.raises(CheckpointError, match="needs the directory"):
         gdsload.from_pretrained(server.url("http", "model/model-00001-of-00002.safetensors") + "?a")
+
+
+@pytest.mark.parametrize("folder", ["./a", "a//b", "a/./b/"])
+def test_subfolder_may_be_written_in_any_way(
+    server: ObjectServer, tiny_checkpoint: Path, folder: str
+) -> None:
+    place = server.root / "all" / folder
+    place.parent.mkdir(parents=True)
+    (server.root / "model").rename(place)
+    require_same(
+        gdsload.from_pretrained(server.url("s3", "all"), subfolder=folder), tiny_checkpoint
+    )
+
+
+def test_variant_in_shards_is_found_on_a_web_server(
+    object_server: ObjectServer, tiny_checkpoint: Path
+) -> None:
+    folder = object_server.root / "model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    model.save_pretrained(folder, variant="fp16", max_shard_size="300KB")
+    assert len([*folder.glob("*.safetensors")]) > 1
+    loaded = gdsload.from_pretrained(object_server.url("http", "model"), variant="fp16")
+    require_same(loaded, tiny_checkpoint)
+
+
+def test_custom_code_of_a_url_is_imported_once(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    folder = server.root / "model"
+    facts = json.loads((folder / "config.json").read_text())
+    (name,) = facts["architectures"]
+    (folder / "own.py").write_text(
+        f"from transformers import {name} as Base\nclass {name}(Base):\n    own = True\n"
+    )
+    facts["auto_map"] = {"AutoModelForCausalLM": f"own.{name}"}
+    (folder / "config.json").write_text(json.dumps(facts))
+    url = server.url("s3", "model")
+    first, second = (gdsload.from_pretrained(url, trust_remote_code=True) for _ in range(2))
+    assert first.own
+    assert type(first) is type(second)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.PretrainedConfig, "extra_files"), reason="classes name no files"
+)
+def test_extra_files_of_a_class_are_found(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, extra = server.root / "model", "extra.safetensors"
+    shard = next(file for file in folder.glob("*.safetensors") if "2-of" in file.name)
+    index = folder / "model.safetensors.index.json"
+    facts = json.loads(index.read_text())
+    facts["weight_map"] = {n: f for n, f in facts["weight_map"].items() if f != shard.name}
+    index.write_text(json.dumps(facts))
+    shard.rename(folder / extra)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    monkeypatch.setattr(type(config), "extra_files", (extra, "absent.safetensors"))
+    model, info = gdsload.from_pretrained(server.url("s3", "model"), output_loading_info=True)
+    assert not info["missing_keys"]
+    require_same(model, folder)
+
+
+def test_torchao_reads_the_metadata_of_files_elsewhere(server: ObjectServer) -> None:
+    module = pytest.importorskip("transformers.quantizers.quantizer_torchao")
+    if not hasattr(module.TorchAoHfQuantizer, "set_metadata"):
+        pytest.skip("it does not read it itself")
+    quantizer = object.__new__(module.TorchAoHfQuantizer)
+    with gdsload.accelerated(), stand_ins.stand_in(server.url("s3", "model"), {}) as top:
+        quantizer.set_metadata([str(file) for file in sorted(Path(top).glob("*.safetensors"))])
+    assert quantizer.metadata == {"format": "pt"}

@@ -236,7 +236,7 @@ class Session:
         return views
 
     def _prefetched(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
-        owned = self.cache == "direct" or not self._maps
+        owned = self.cache in ("direct", "buffered") or not self._maps
         claims, offers = claim_ranges(
             self.checkpoint,
             ranges,

@@ -359,5 +359,9 @@ patcher = Patcher(
         ),
         _LOADING: LOADING_PATCHES,
         "transformers.models.auto.auto_factory": (_from_url("_BaseAutoModelClass"),),
+        # It reads the metadata of files, also of stand-ins.
+        "transformers.quantizers.quantizer_torchao": (
+            Patch("safe_open", _patch_open, optional=True),
+        ),
     }
 )

@@ -57,8 +57,9 @@ class ParameterWriter(WindowWriter):
         self._closed = False
 
     def start(self) -> None:
-        """Posts the first windows."""
+        """Posts the first windows. Raises QueueClosed if a cancellation was faster."""
         with self._lock:
+            self._require_open()
             self._advance()
 
     def take(self, name: str, dtype: Any) -> torch.Tensor | None:

@@ -108,8 +108,9 @@ class ReadWindow(Batch):
         location = self.plan.locations.get(info.name)
         return location is None or self.has_arrived(location.first, location.last)
 
-    def await_slice(self, tensor_slice: TensorSlice, seconds: float) -> None:
-        """Waits, without the GIL, until a slice may have arrived; at most `seconds`."""
+    def await_slice(self, tensor_slice: TensorSlice, seconds: float, *, whole: bool) -> None:
+        """Waits, without the GIL, until a slice, or the `whole` window, may have arrived; at most
+        `seconds`."""
         for part in tensor_slice.parts:
             claim = self.claims.get(part.name)
             if claim is not None:
@@ -121,6 +122,8 @@ class ReadWindow(Batch):
         spans = [locations[part.name] for part in tensor_slice.parts if part.name in locations]
         first = min((location.first for location in spans), default=0)
         last = max((location.last for location in spans), default=-1)
+        if whole:
+            first, last = 0, len(self.plan.transfers) - 1
         if last >= first:
             self.pause(first, last, seconds)
 
@@ -257,8 +260,9 @@ class ReadaheadQueue:
         self._window_of = {one.key: window for window in self._planned for one in window.slices}
 
     def start(self) -> None:
-        """Posts the first windows."""
+        """Posts the first windows. Raises QueueClosed if a cancellation was faster."""
         with self._lock:
+            self._require_open()
             self._advance()
 
     def _advance(self) -> None:
@@ -298,7 +302,7 @@ class ReadaheadQueue:
                 parts = self._given(window, reads, tensor_slice)
             while parts is None:
                 start = start or time.monotonic()
-                reads.await_slice(tensor_slice, _POLL_SECONDS)
+                reads.await_slice(tensor_slice, _POLL_SECONDS, whole=not window.kept)
                 with self._lock:
                     self._require_open()
                     parts = self._given(window, reads, tensor_slice)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.checkpoint.locate import locate
+from gdsload.checkpoint.locate import CheckpointFiles, locate
 from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
@@ -67,7 +67,7 @@ def speculative_prefetch(
     own = checkpoint is not opened_before.get()
     with checkpoint if own else nullcontext(), held(opened_before, checkpoint):
         reading = options.reading
-        if _is_converted(source, checkpoint, kwargs):
+        if _is_unfit(source, checkpoint, kwargs):
             yield
             return
         with prefetch(
@@ -110,6 +110,7 @@ def _open(
     if (
         kwargs.get("device_map") not in (None, "cpu")
         or kwargs.get("use_safetensors") is False
+        or kwargs.get("disable_mmap")  # a prefetch maps the files
         or any(kwargs.get(word) is not None for word in _UNKNOWN)
         or options.reading.cache not in ("auto", "direct")
         or options.reading.verify != "size"  # that load maps nothing, and compares what it reads
@@ -123,14 +124,25 @@ def _open(
         return known if known.total_bytes >= SMALL_BYTES else None
     location = {word: kwargs[word] for word in _LOCATION if kwargs.get(word) is not None}
     try:
-        files = [shard.path for shard in locate(source, **location).shards]
-        if sum(map(os.path.getsize, files)) < SMALL_BYTES or (
-            options.reading.cache == "auto" and any(map(_is_warm, files))
+        found = locate(source, **location)
+        files = [shard.path for shard in found.shards]
+        if (
+            not _is_loaded(found)
+            or sum(map(os.path.getsize, files)) < SMALL_BYTES
+            or (options.reading.cache == "auto" and any(map(_is_warm, files)))
         ):
             return None
         return Checkpoint.of(files, strict=False, stall_seconds=options.reading.stall_seconds)
     except (GdsloadError, OSError, TypeError):
         return None  # transformers raises the error, or finds other files
+
+
+def _is_loaded(found: CheckpointFiles) -> bool:
+    """Whether these are the files that transformers will load: named as it names them, and not
+    those of a model beside whose adapter they lie."""
+    folder, name = os.path.split(found.index_path or found.shards[0].path)
+    adapter = os.path.join(folder, "adapter_config.json")
+    return name.partition(".")[0] == "model" and not os.path.lexists(adapter)
 
 
 def _goes_elsewhere() -> bool:
@@ -146,14 +158,17 @@ def _goes_elsewhere() -> bool:
     return (device is not None and device().type != "cpu") or (is_zero3 is not None and is_zero3())
 
 
-def _is_converted(
+def _is_unfit(
     source: str | os.PathLike[str], checkpoint: Checkpoint, kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether experts will probably be merged, tensors cast, or quantized ones moved to a GPU."""
+    """Whether experts will probably be merged, tensors cast, quantized ones moved to a GPU, or
+    other files read."""
     infos = checkpoint.tensors.values()
     if any(".experts." in info.name for info in infos):
         return True
     config = _config_of(source, checkpoint, kwargs)
+    if config.get("transformers_weights"):  # their name
+        return True
     if any(
         each.get("quantization_config")
         for each in (config, config.get("text_config"))

@@ -11,7 +11,9 @@ truncated file. Not responsible for reading tensors.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,14 +56,15 @@ opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", 
 def original(path: Any) -> Any:
     """The URL that a stand-in means; any other argument as it is."""
     current = _current.get()
-    return path if current is None else current.urls.get(str(path), path)
+    return path if current is None else current.urls.get(os.path.normpath(path), path)
 
 
 def opened_as(files: Sequence[str]) -> Checkpoint | None:
     """The open checkpoint for whose shards these files stand; None if there is none."""
     if current := _current.get():
+        paths = [os.path.normpath(file) for file in files]
         for checkpoint in current.checkpoints:
-            if files == [str(current.folder / shard.name) for shard in checkpoint.shards]:
+            if paths == [str(current.folder / shard.name) for shard in checkpoint.shards]:
                 return checkpoint
     return None
 
@@ -92,10 +95,11 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
     source = open_directory(directory)
     opened = partial(Checkpoint.open, cache_dir=words.get("cache_dir"), strict=False)
     with ExitStack() as stack:
-        top = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdsload-"))
+        outer = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdsload-"))
+        top = os.path.join(outer, _name_of(url))
         folder = Path(top, subfolder)
         folder.mkdir(parents=True, exist_ok=True)
-        _fetch(source, folder)
+        _fetch(source, folder, variant)
         urls, checkpoints = {top: url}, []
         has_adapter = (folder / "adapter_config.json").exists()
         # Without a config of its own, an adapter is for a model in another place.
@@ -110,10 +114,11 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
                 checkpoints.append(checkpoint)
                 urls |= _placed(checkpoint, directory, folder)
                 stack.enter_context(held(opened_before, checkpoint))
-        if has_adapter and not (folder / _ADAPTER).exists():
-            with suppress(CheckpointNotFound):
-                checkpoints.append(stack.enter_context(opened(joined(directory, _ADAPTER))))
-                urls |= _placed(checkpoints[-1], directory, folder)
+        for name in [_ADAPTER] * has_adapter + _extra_files(folder):
+            if not (folder / name).exists():
+                with suppress(CheckpointNotFound):
+                    checkpoints.append(stack.enter_context(opened(joined(directory, name))))
+                    urls |= _placed(checkpoints[-1], directory, folder)
         stack.enter_context(held(_current, _StandIns(urls, folder, checkpoints)))
         try:
             yield top
@@ -121,6 +126,23 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
             if sys.version_info >= (3, 11) and top in str(error):
                 error.add_note(f"{top} stood for {without_secrets(url)}")
             raise
+
+
+def _name_of(url: str) -> str:
+    """The last part of a URL as the name of a directory: transformers names custom code by it."""
+    name = without_secrets(url).rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^\w-]", "_", name)
+
+
+def _extra_files(folder: Path) -> list[str]:
+    """The safetensors files that a model of this class has beside its checkpoint."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        return list(CONFIG_MAPPING[config["model_type"]].extra_files)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []  # or the transformers is too old to have any
 
 
 def _placed(checkpoint: Checkpoint, directory: str, folder: Path) -> dict[str, str]:
@@ -136,7 +158,7 @@ def _placed(checkpoint: Checkpoint, directory: str, folder: Path) -> dict[str, s
     return urls
 
 
-def _fetch(source: RemoteDirectory, folder: Path) -> None:
+def _fetch(source: RemoteDirectory, folder: Path, variant: str | None) -> None:
     """Copies the small files of a directory."""
     absent: tuple[type[Exception], ...] = (CheckpointNotFound, _TooLarge)
     try:
@@ -146,7 +168,7 @@ def _fetch(source: RemoteDirectory, folder: Path) -> None:
     except (
         CheckpointError
     ):  # it cannot be listed; then a missing file may look like a forbidden one
-        names = list(USUAL_NAMES)
+        names = [*USUAL_NAMES, *([f"model.safetensors.index.{variant}.json"] if variant else [])]
         absent += (CheckpointAccessError,)
 
     def copy(name: str) -> None:
