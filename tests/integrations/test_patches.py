@@ -3,9 +3,11 @@ the model is exact all the same."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import logging
+import re
 import threading
 import types
 import zipfile
@@ -20,7 +22,7 @@ import transformers
 import gdsload
 import tinymodels
 from equal import NEW, names_replaced
-from gdsload.integrations.transformers import hooks
+from gdsload.integrations.transformers import hooks, patches
 from gdsload.integrations.transformers.monkeypatch import (
     Misfit,
     Patch,
@@ -139,7 +141,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch, str], None]] = {
 }
 FORETELLING = {"rename_source_key"}
 # What is called whatever its parameters are.
-ANY_PARAMETERS = {"deepcopy", "safe_open", "torch"}
+ANY_PARAMETERS = {"deepcopy", "re", "safe_open", "torch"}
 
 
 @pytest.mark.parametrize("how", BREAKS)
@@ -318,3 +320,37 @@ def test_module_that_another_thread_is_importing_is_patched(
     finally:
         patcher.leave("test")
     assert importlib.import_module("slow_of_a_test").f() == "original"
+
+
+def test_patterns_of_parameters_are_not_compiled(
+    mixture: Path, stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_pattern = re.compile
+
+    def noted(pattern: Any, flags: Any = 0) -> Any:
+        compiled.append(str(pattern))
+        return compile_pattern(pattern, flags)
+
+    monkeypatch.setattr(re, "compile", noted)
+    model = gdsload.from_pretrained(mixture, dtype=torch.bfloat16)
+    assert tinymodels.differences(stock, model) == []
+    assert not [pattern for pattern in compiled if "layers.0" in pattern]
+
+
+@pytest.mark.parametrize("copied", [lambda pattern: pattern, copy.deepcopy])
+def test_pattern_that_is_used_is_compiled(copied: Callable[[Any], Any]) -> None:
+    from transformers import core_model_loading
+
+    token = patches.running.set(object())  # type: ignore[arg-type]
+    try:
+        with gdsload.accelerated():
+            pattern = core_model_loading.re.compile("(?P<g0>a.)|b")
+            assert not isinstance(pattern, re.Pattern)
+            assert isinstance(core_model_loading.re.compile("a", re.IGNORECASE), re.Pattern)
+    finally:
+        patches.running.reset(token)
+    pattern = copied(pattern)
+    assert pattern.search("xab").group("g0") == "ab"
+    assert pattern.groupindex == {"g0": 1}
+    assert pattern.pattern == "(?P<g0>a.)|b"

@@ -10,6 +10,7 @@ original. The hooks that start such a load are in `hooks`.
                               threads would hold tensors that are not needed yet
     rename_source_key,        renamed once per key, one converter per parameter: for a model with
     deepcopy                  18,000 experts this halves the time that is not reading
+    re.compile                compiles a pattern when it is used: that of each parameter never is
     caching_allocator_warmup  leaves out parameters that are already in memory of the device
     _tied_params_are_equal    was answered by that comparison, or compares as integers
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -181,6 +183,38 @@ def _patch_torch(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(module, "torch", _MergingTorch(function_of(module, "torch")))
 
 
+class _Pattern:
+    """A regular expression that is compiled when it is used."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re.compile(self._text), name)
+
+    def __reduce__(self) -> Any:  # a copy is a plain one
+        return re.compile, (self._text,)
+
+
+class _CompilingRe:
+    """re, with a `compile` that leaves the work to the use of the pattern."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re, name)
+
+    def compile(self, pattern: Any, flags: Any = 0) -> Any:
+        later = running.get() is not None and isinstance(pattern, str) and not flags
+        return _Pattern(pattern) if later else re.compile(pattern, flags)
+
+
+def _patch_re(module: ModuleType) -> Iterator[Replacement]:
+    if function_of(module, "re") is not re:
+        raise Misfit("it is another module")
+    yield Replacement(module, "re", _CompilingRe())
+
+
 def _patch_warmup(module: ModuleType) -> Iterator[Replacement]:
     parameters = ("model", "expanded_device_map", "hf_quantizer")
     original = function_of(module, "caching_allocator_warmup", *parameters, exact=True)
@@ -214,6 +248,7 @@ LOADING_PATCHES = (
     Patch(SET_PARAM, _patch_set_param),
     Patch("is_env_variable_true", _patch_threads),
     Patch("torch", _patch_torch),
+    Patch("re", _patch_re),
 )
 MODELING_PATCHES = (
     Patch("caching_allocator_warmup", _patch_warmup),
