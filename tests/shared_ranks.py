@@ -162,6 +162,15 @@ def slices(folder: Path) -> Any:
     return facts(gdsload.load_file(folder, group=dist.group.WORLD, shards=wanted), want)
 
 
+def byte_columns(folder: Path) -> Any:
+    """One byte of each row is alone in its message."""
+    part = slice(None), slice(dist.get_rank(), dist.get_rank() + 1)
+    ours = gdsload.load_file(
+        folder, names=["eighths"], group=dist.group.WORLD, shards={"eighths": part}
+    )
+    return facts(ours, {"eighths": expected(folder)["eighths"][part]})
+
+
 def experts(folder: Path) -> Any:
     want = expected(folder)
     names = sorted(want)[dist.get_rank() :: dist.get_world_size()]
@@ -513,9 +522,10 @@ def killed(folder: Path) -> Any:
 
 
 CASES = (
-    whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
-    other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
-    unknown_name, unknown_shard, failed_read, rewritten, no_room, no_room_together, own_limit,
-    no_room_of_own, no_memory, no_memory_to_send, full_device, failed_consumer, interrupted_rank,
-    closed_by_all, again, default_device, later, subgroup, devices, silent_rank, missed,
+    whole, warm, cold, windows, dimensions, slices, byte_columns, experts, of_engine, nodes,
+    missing_file, other_checkpoint, other_version, other_source, other_order, other_readers,
+    other_windows, unknown_name, unknown_shard, failed_read, rewritten, no_room, no_room_together,
+    own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device, failed_consumer,
+    interrupted_rank, closed_by_all, again, default_device, later, subgroup, devices, silent_rank,
+    missed,
 )  # fmt: skip

@@ -72,9 +72,9 @@ def found(
 @pytest.mark.parametrize(
     "case",
     [
-        *("whole", "warm", "cold", "windows", "dimensions", "slices", "experts", "of_engine"),
-        *("again", "default_device", "later", "subgroup", "other_windows", "other_source"),
-        *("own_limit", "missed"),
+        *("whole", "warm", "cold", "windows", "dimensions", "slices", "byte_columns", "experts"),
+        *("of_engine", "again", "default_device", "later", "subgroup", "other_windows"),
+        *("other_source", "own_limit", "missed"),
     ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(

@@ -386,7 +386,8 @@ class Exchange:
 
         with taking(message.nbytes, self._session.device, "a message to another rank"):
             parts = [self._wanted(sources, part, rank).reshape(-1) for part in message.parts]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            # A part that is one byte wide is still a view, with a stride.
+            return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def _unpack(self, message: Message, memory: torch.Tensor) -> None:
         if len(message.parts) == 1:  # it was received where it belongs
