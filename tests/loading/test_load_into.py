@@ -545,6 +545,19 @@ def test_prefetched_bytes_are_written(
     assert report.paths["prefetched"] and not report.read_bytes
 
 
+def test_prefetched_bytes_are_written_to_one_element_of_a_column(
+    device_targets: Callable[..., Tensors], tmp_path: Path
+) -> None:
+    """For torch it is contiguous, with a stride."""
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"scale": torch.ones(1)}, file)
+    scales = device_tensor((4, 8), torch.float32, "cuda:0").fill_(0)
+    with gdsload.prefetch(file, "cpu") as ahead:
+        ahead.wait()
+        gdsload.load_into({"scale": scales[0:1, 3]}, file, options=BACKENDS[1][1])
+    assert scales[0, 3] == 1 and scales.sum() == 1
+
+
 def test_failed_copy_to_vram_tells_what_is_undefined(
     device_targets: Callable[..., Tensors], loading: Doubles, tmp_path: Path
 ) -> None:

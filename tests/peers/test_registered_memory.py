@@ -84,6 +84,13 @@ def test_copies_of_tensors_that_are_not_contiguous_are_counted(agent: LateAgent)
         assert server.status()[4:6] == (0, "")
 
 
+def test_one_element_of_a_column_is_served_without_a_copy(agent: LateAgent) -> None:
+    """For torch it is contiguous, with a stride."""
+    with gdsload.serve({"scale": torch.ones(4, 8)[0:1, 3]}, checksums=False) as server:
+        status = server.status()
+    assert (status.nbytes, status.staged_bytes) == (4, 0)
+
+
 def test_index_is_served_with_the_small_files_of_its_directory(
     agent: LateAgent, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from gdsload.cli import terminal
 from gdsload.errors import GdsloadError, one_line, shown
 from gdsload.loading.settings import CACHES
 from gdsload.memory import page_cache
+from gdsload.memory.tensors import flat_bytes
 from gdsload.remote.urls import shown_source
 from gdsload.report import count, last_report, size
 
@@ -162,16 +163,10 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
     total = 0
     for tensor in tensors:
-        raw = raw_bytes(tensor)
+        raw = flat_bytes(tensor)
         words = raw.numel() // 8 * 8
         total += int(raw[:words].view(torch.int64).sum()) + int(raw[words:].sum())
     return total % 2**64
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @contextmanager
@@ -200,7 +195,7 @@ def require_equal(source: str, tensors: dict[str, torch.Tensor], where: dict[str
                         continue
                     wanted, got = read(name), tensor.cpu()
                     alike = (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-                    if not alike or not torch.equal(raw_bytes(got), raw_bytes(wanted)):
+                    if not alike or not torch.equal(flat_bytes(got), flat_bytes(wanted)):
                         raise GdsloadError(
                             f"{one_line(shard.path)}: tensor {shown(name)} is not what safetensors"
                             f" reads: {'other bytes' if alike else 'another dtype or shape'}"

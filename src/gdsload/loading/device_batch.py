@@ -31,7 +31,7 @@ from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import refusal
 from gdsload.memory import device_buffers, late_copies
 from gdsload.memory.host_buffers import BufferView
-from gdsload.memory.tensors import bytes_at, make_tensors, packed_shape, torch_dtype_of
+from gdsload.memory.tensors import bytes_at, flat_bytes, make_tensors, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan, ranges_of
 from gdsload.planning.tensor_slices import TensorSlice, whole
 from gdsload.system import gpu
@@ -356,7 +356,7 @@ def copy_from_host(device: str, found: Sequence[HostBytes]) -> None:
 
 def byte_view(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     """Bytes of a contiguous tensor."""
-    return tensor.reshape(-1).view(torch_dtype("U8"))[offset : offset + nbytes]
+    return flat_bytes(tensor)[offset : offset + nbytes]
 
 
 def copy_parts(

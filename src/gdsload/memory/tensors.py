@@ -88,6 +88,15 @@ def bytes_at(view: BufferView, nbytes: int) -> torch.Tensor:
     return tensor_of(view.region.view(view.offset, nbytes, (nbytes,), *_DLPACK_TYPES["U8"]))
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a flat tensor of uint8.
+
+    Not `reshape(-1)`: of one element, which may have any stride, it keeps the stride, and such a
+    tensor cannot be viewed as bytes.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch_dtype("U8"))
+
+
 def _dlpack_format(info: TensorInfo) -> tuple[int, int, torch.dtype | None]:
     """DLPack's type code and bits, and the dtype to view the result as."""
     target = torch_dtype_of(info)

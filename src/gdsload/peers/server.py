@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from gdsload.dtypes import DTYPES, known_dtype
 from gdsload.errors import GdsloadError, one_line, shown
+from gdsload.memory.tensors import flat_bytes
 from gdsload.peers.arrivals import Arrivals
 from gdsload.peers.memory import RegisteredMemory
 from gdsload.peers.publication import (
@@ -447,4 +448,4 @@ def _tensor(name: str, tensor: Any) -> _Tensor:
     if DTYPES[dtype].bits < 8:  # torch has two elements in a byte
         shape = (*shape[:-1], shape[-1] * 8 // DTYPES[dtype].bits)
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    return _Tensor(dtype, shape, tensor.contiguous().reshape(-1).view(torch.uint8))
+    return _Tensor(dtype, shape, flat_bytes(tensor.contiguous()))
