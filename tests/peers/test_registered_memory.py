@@ -23,11 +23,13 @@ class LateAgent:
 
     def __init__(self) -> None:
         self.refused = ""
+        self.registered: list[str] = []  # kinds of memory
         self.late: list[tuple[int, int, int]] = []  # target, source, bytes
 
     def register_memory(self, described: list[tuple[int, int, int, str]], kind: str) -> None:
         if kind == self.refused:
             raise RuntimeError("NIXL_ERR_BACKEND")
+        self.registered.append(kind)
 
     def get_agent_metadata(self) -> bytes:
         return b""
@@ -51,6 +53,16 @@ class LateAgent:
             ctypes.memmove(target, source, nbytes)
 
 
+class DeviceBytes:
+    """A flat tensor of a device, over host memory."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.flat = torch.device(device), torch.zeros(8, dtype=torch.uint8)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.flat, name)
+
+
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> LateAgent:
     made = LateAgent()
@@ -72,6 +84,25 @@ def test_memory_that_cannot_be_registered_is_an_error(agent: LateAgent) -> None:
     agent.refused = "DRAM"
     with pytest.raises(BackendUnavailable, match="NIXL cannot register host memory: NIXL_ERR"):
         memory.RegisteredMemory({"a": torch.zeros(8, dtype=torch.uint8)}, "UCX", {})
+
+
+def test_memory_of_a_device_is_registered_after_its_work(
+    agent: LateAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that are still in flight may write to it."""
+    waited = []
+
+    def synchronize(device: torch.device) -> None:
+        assert not agent.registered
+        waited.append(str(device))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    flats: dict[str, Any] = {
+        name: DeviceBytes(f"cuda:{number}") for name, number in {"a": 0, "b": 1, "c": 0}.items()
+    }
+    memory.RegisteredMemory({**flats, "host": torch.zeros(8, dtype=torch.uint8)}, "UCX", {})
+    assert sorted(waited) == ["cuda:0", "cuda:1"]
+    assert agent.registered[0] == "VRAM"
 
 
 def test_copies_of_tensors_that_are_not_contiguous_are_counted(agent: LateAgent) -> None:

@@ -64,6 +64,11 @@ class RegisteredMemory:
         on_devices = {name: flat for name, flat in flats.items() if flat.device.type != "cpu"}
         in_place = {name: flat for name, flat in flats.items() if name not in on_devices}
         if on_devices:
+            import torch
+
+            for device in {flat.device for flat in on_devices.values()}:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # reads of NIXL wait for no stream
             fault = self._registration_fault(regions_of(on_devices))
             if not fault:
                 in_place |= on_devices
