@@ -508,6 +508,12 @@ def subgroup(folder: Path) -> Any:
     return whole(folder)
 
 
+def outsider(folder: Path) -> Any:
+    """`new_group` returns this to the ranks that it does not name."""
+    group: Any = dist.GroupMember.NON_GROUP_MEMBER
+    gdsload.load_file(folder, group=group)
+
+
 def killed(folder: Path) -> Any:
     """Rank 1 dies after the first window."""
 
@@ -522,8 +528,8 @@ def killed(folder: Path) -> Any:
 
 
 CASES = (
-    whole, warm, cold, windows, dimensions, slices, byte_columns, experts, of_engine, nodes,
-    missing_file, other_checkpoint, other_version, other_source, other_order, other_readers,
+    outsider, whole, warm, cold, windows, dimensions, slices, byte_columns, experts, of_engine,
+    nodes, missing_file, other_checkpoint, other_version, other_source, other_order, other_readers,
     other_windows, unknown_name, unknown_shard, failed_read, rewritten, no_room, no_room_together,
     own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device, failed_consumer,
     interrupted_rank, closed_by_all, again, default_device, later, subgroup, devices, silent_rank,

@@ -170,6 +170,12 @@ def test_ranks_that_want_different_things_are_refused(
         assert text in rank[case]["text"]
 
 
+def test_rank_outside_of_the_group_is_refused(found: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(found):
+        text = f"rank {number} does not belong to the group"
+        assert rank["outsider"] == {"error": "ValueError", "text": text}
+
+
 def test_load_that_has_no_room_for_the_tensors_of_all_ranks_is_refused(
     found: list[dict[str, Any]], checkpoint: tuple[Path, int]
 ) -> None:

@@ -58,10 +58,10 @@ class ReaderGroup:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._control: Any = None  # a gloo group
         self._data: Any = None  # for bytes in device memory
-        everyone = dist.get_process_group_ranks(group)
         me = dist.get_rank()
-        if me not in everyone:
-            raise ValueError(f"rank {me} does not belong to the group of ranks {everyone}")
+        if dist.get_rank(group) < 0:
+            raise ValueError(f"rank {me} does not belong to the group")
+        everyone = dist.get_process_group_ranks(group)
         members = everyone if readers == "group" else self._on_this_node(everyone, me)
         self._members = members
         self.size, self.rank = len(members), members.index(me)
