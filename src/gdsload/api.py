@@ -157,7 +157,8 @@ def load_file(
             `names` and `shards` may differ. None: this process reads alone.
         shards: With `group`: what this rank wants of each tensor. A mapping from names, or a
             function of a `TensorInfo`, to the dimension of which each rank gets its part (divided
-            as `torch.chunk` divides it), to an index of slices, or to None for all of the tensor.
+            as `torch.chunk` divides it), to a slice or a tuple of slices, or to None for all of the
+            tensor.
         readers: With `group`: "node" reads the checkpoint once for the ranks of each node; "group"
             reads it once for all ranks, so that bytes cross the network between nodes.
         progress: Whether a progress bar is shown. None: if stderr is a terminal, or in a notebook.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -147,7 +149,9 @@ def test_even_parts_are_those_of_chunk() -> None:
 def test_box_of_a_dimension_or_an_index() -> None:
     tensor = info("a", (10, 6))
     assert box_of(tensor, -1, 1, 3) == ((0, 10), (2, 4))
+    assert box_of(tensor, np.int64(1), 1, 3) == ((0, 10), (2, 4))
     assert box_of(tensor, (slice(2, 100),)) == ((2, 10), (0, 6))
+    assert box_of(tensor, slice(2, 4)) == ((2, 4), (0, 6))
     assert boxes_of([tensor], {"a": 0}, 3, 4) == [((9, 10), (0, 6))]
 
 
@@ -157,6 +161,12 @@ def test_box_of_a_dimension_or_an_index() -> None:
 )
 def test_wrong_shard_is_refused(shard: int | tuple[slice, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
+        box_of(info("a", (10, 6)), shard)
+
+
+@pytest.mark.parametrize("shard", [True, 1.0, "0", (0,), (..., slice(1)), ...])
+def test_shard_of_another_type_is_refused_with_the_name_of_its_tensor(shard: Any) -> None:
+    with pytest.raises(TypeError, match=r"shard of tensor 'a' .* a tuple of slices"):
         box_of(info("a", (10, 6)), shard)
 
 

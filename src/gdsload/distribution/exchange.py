@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.shard import Identity
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     import torch
 
 # What a rank wants of a tensor: a dimension of which it gets its part, an index of slices, or all.
-Shard = int | tuple[slice, ...] | None
+Shard = SupportsIndex | slice | tuple[slice, ...] | None
 Shards = Mapping[str, Shard] | Callable[[TensorInfo], Shard]
 # A URL or a node, the size of the file, and its version or the time of its last change.
 _Version = tuple[str, int, str | int]
@@ -52,25 +53,33 @@ _Version = tuple[str, int, str | int]
 def box_of(info: TensorInfo, shard: Shard, number: int = 0, parts: int = 1) -> Box:
     """The box of `tensor[shard]`, or of part `number` of `parts` if `shard` is a dimension.
 
-    Raises ValueError if the tensor has no such dimension, or a slice has a step.
+    Raises ValueError if the tensor has no such dimension, or a slice has a step, and TypeError if
+    `shard` is none of these.
     """
     shape = info.shape
     if shard is None:
         return tuple((0, size) for size in shape)
-    if isinstance(shard, int):
-        if not -len(shape) <= shard < len(shape):
-            raise ValueError(f"tensor {info.name!r} of shape {list(shape)} has no dim {shard}")
-        dim = shard % len(shape)
+    if isinstance(shard, SupportsIndex) and not isinstance(shard, bool):
+        dim = index(shard)
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"tensor {info.name!r} of shape {list(shape)} has no dim {dim}")
+        dim %= len(shape)
         return tuple(
             even_part(size, number, parts) if each == dim else (0, size)
             for each, size in enumerate(shape)
         )
-    if len(shard) > len(shape):
+    items = (shard,) if isinstance(shard, slice) else shard
+    if not isinstance(items, tuple) or not all(isinstance(item, slice) for item in items):
+        raise TypeError(
+            f"the shard of tensor {info.name!r} is {shard!r}, not a dimension, a slice, a tuple of"
+            " slices, or None"
+        )
+    if len(items) > len(shape):
         raise ValueError(
-            f"tensor {info.name!r} has {len(shape)} dimensions, the index of its shard {len(shard)}"
+            f"tensor {info.name!r} has {len(shape)} dimensions, the index of its shard {len(items)}"
         )
     ends = []
-    for item, size in zip((*shard, *[slice(None)] * (len(shape) - len(shard))), shape, strict=True):
+    for item, size in zip((*items, *[slice(None)] * (len(shape) - len(items))), shape, strict=True):
         start, stop, step = item.indices(size)
         if step != 1:
             raise ValueError(f"the slice {item} of tensor {info.name!r} has a step")
@@ -79,7 +88,7 @@ def box_of(info: TensorInfo, shard: Shard, number: int = 0, parts: int = 1) -> B
 
 
 def boxes_of(infos: Iterable[TensorInfo], shards: Shards, number: int, parts: int) -> list[Box]:
-    """What `shards` asks for of each tensor, on rank `number` of `parts`. Raises ValueError."""
+    """What `shards` asks for of each tensor, on rank `number` of `parts`. Raises as `box_of`."""
     if callable(shards):
         return [box_of(info, shards(info), number, parts) for info in infos]
     return [box_of(info, shards.get(info.name), number, parts) for info in infos]
