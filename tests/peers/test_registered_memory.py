@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gdsload
-from gdsload.errors import BackendUnavailable, CheckpointError, CheckpointNotFound
+from gdsload.errors import BackendUnavailable, CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.memory.host_pool import HostPool
 from gdsload.peers import memory, receiving
 from gdsload.remote.peer import PeerDirectory
@@ -155,6 +155,24 @@ def test_serve_that_fails_is_reported_as_failed(
         with pytest.raises(error):
             gdsload.serve(source)
         assert gdsload.last_report().failure.startswith(error.__name__)
+
+
+def test_failed_publish_is_an_error_until_the_next_one(
+    agent: LateAgent, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    with gdsload.serve(folder, checksums=False) as server:
+        folder.rename(tmp_path / "gone")
+        with pytest.raises(CheckpointNotFound):
+            server.publish()
+        for asked in (server.wait, server.tensors):
+            with pytest.raises(GdsloadError, match="has failed: CheckpointNotFound"):
+                asked()
+        assert "CheckpointNotFound" in server.status().failure
+        (tmp_path / "gone").rename(folder)
+        server.publish()
+        server.wait()
+        assert server.status().failure == ""
 
 
 @pytest.mark.parametrize("is_held", [False, True])

@@ -128,7 +128,7 @@ class WeightServer:
         self._model, self._files, self._checksums = model, dict(files or {}), checksums
         self._plugin, self._parameters = plugin, dict(parameters or {})
         self._receiving: Receiving | None = None
-        self._missing: BaseException | None = None  # why bytes were missing when it was withdrawn
+        self._missing: BaseException | None = None  # why bytes are missing while nothing is served
         self._memory: RegisteredMemory | None = None
         self._copied_bytes = 0
         self._publication: Publication | None = None
@@ -154,8 +154,11 @@ class WeightServer:
         self.withdraw()
         try:
             self._publish(self._open_service())
-        except BaseException:
+        except BaseException as error:
             self.withdraw()
+            # Not the error itself: the frames of its traceback keep the weights.
+            why = f"{type(error).__name__}: {error}"
+            self._missing = GdsloadError(f"{self.url}: publish() has failed: {why}")
             raise
 
     def _publish(self, service: Service) -> None:
@@ -163,10 +166,10 @@ class WeightServer:
         if isinstance(self._model, (str, os.PathLike)):
             source = os.fspath(self._model)
             receiving = self._receiving = Receiving(source, checksums=self._checksums)
-            self._missing = None
             weights = _of_source(receiving)
         else:
             weights = _collected(self._model)
+        self._missing = None
         flats = {name: tensor.flat for name, tensor in weights.tensors.items()}
         memory = self._memory = RegisteredMemory(flats, self._plugin, self._parameters)
         self._copied_bytes = weights.copied_bytes
@@ -200,7 +203,7 @@ class WeightServer:
         Raises:
             GdsloadError: The source failed; later calls raise the same error. Readers still get the
                 bytes that have arrived, and an error with this reason for others. Or the server was
-                closed, or withdrawn, before all bytes had arrived.
+                closed, or withdrawn, before all bytes had arrived, or `publish` has failed.
         """
         receiving, missing = self._receiving, self._missing
         if receiving is not None:
@@ -226,7 +229,8 @@ class WeightServer:
         """
         receiving = self._receiving
         if receiving is None:
-            raise GdsloadError(f"{self.url}: there is no path and no URL of which it has tensors")
+            self.wait()  # raises why bytes are missing
+            raise GdsloadError(f"{self.url}: no path and no URL is served at present")
         receiving.wait()
         return receiving.tensors()
 
@@ -248,6 +252,7 @@ class WeightServer:
         """The state of this server."""
         service, publication, memory = self._service, self._publication, self._memory
         arrivals, copied_bytes = self._arrivals, self._copied_bytes if memory else 0
+        failure = arrivals.failure if arrivals else one_line(str(self._missing or ""))
         reasons = [
             memory.staged_reason if memory else "",
             "some tensors are not contiguous" if copied_bytes else "",
@@ -264,7 +269,7 @@ class WeightServer:
             readers=service.connected_readers() if service else 0,
             in_flight=service.tickets.in_flight if service else 0,
             received_bytes=arrivals.nbytes if arrivals else sum(file.size for file in files),
-            failure=arrivals.failure if arrivals else "",
+            failure=failure,
         )
 
     def close(self) -> None:
