@@ -31,7 +31,7 @@ from gdsload.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
+from gdsload.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, GdsloadError
 
 FILES = {
     "a.safetensors": FileChecksums(80, "0" * 64, {"w": "1" * 128, "empty": ""}),
@@ -94,6 +94,24 @@ def test_entries_of_another_algorithm_are_not_lost(path: str) -> None:
     assert read_manifest(path).files == x
     write_manifest(path, SHA256, {"x.safetensors": FileChecksums(1, "0" * 64, {})})
     assert read_manifest(path).algorithm == SHA256
+
+
+def test_manifest_that_cannot_be_opened_is_not_replaced(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_manifest(path, SHA256, FILES)
+    real = os.open
+
+    def refuse(name: str, *how: Any) -> int:
+        if name == path:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(name, *how)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "open", refuse)
+        with pytest.raises(CheckpointUnreadable, match="may open no more"):
+            write_manifest(path, SHA256, {"c.safetensors": FILES["b.safetensors"]})
+    assert read_manifest(path).files == FILES
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.file_io import close_files, open_regular, read_exactly
 from gdsload.checkpoint.strict_json import require_room_to_parse
-from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError, shown
+from gdsload.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    GdsloadError,
+    shown,
+)
 
 if TYPE_CHECKING:
     from gdsload.checkpoint.checkpoint import Checkpoint
@@ -180,11 +186,14 @@ def other_entries(path: str, algorithm: str, names: Container[str]) -> dict[str,
     """The entries of files that are not among `names`, in the manifest at `path`; none if there is
     no valid one.
 
-    Raises GdsloadError if they are by another algorithm: one manifest cannot have both.
+    Raises GdsloadError if they are by another algorithm: one manifest cannot have both. Raises
+    CheckpointUnreadable if it cannot be opened: its entries would be lost.
     """
     try:
         before = read_manifest(path)
-    except CheckpointError:
+    except CheckpointError as error:
+        if isinstance(error, CheckpointUnreadable) and not isinstance(error, CheckpointNotFound):
+            raise
         return {}
     others = {name: entry for name, entry in before.files.items() if name not in names}
     if others and (before.algorithm, before.block_bytes) != (algorithm, BLOCK_BYTES):
@@ -201,7 +210,8 @@ def write_manifest(path: str, algorithm: str, files: Mapping[str, FileChecksums]
     Entries of other files stay.
 
     Raises:
-        GdsloadError: The manifest at `path` has entries of other files by another algorithm.
+        GdsloadError: The manifest at `path` has entries of other files by another algorithm, or
+            cannot be opened.
         OSError: It cannot be written.
     """
     text = manifest_json(algorithm, {**other_entries(path, algorithm, files), **files})
