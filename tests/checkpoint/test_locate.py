@@ -141,7 +141,7 @@ def test_index_path_gives_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_single_index_of_any_name_is_used(tmp_path: Path) -> None:
     write_index(tmp_path / "unet.safetensors.index.json", {"a": "1.safetensors"})
-    touch(tmp_path, "1.safetensors", "2.safetensors")
+    touch(tmp_path, "1.safetensors", "2.safetensors", "._unet.safetensors.index.json")
     assert names(tmp_path) == ["1.safetensors"]
     write_index(tmp_path / "vae.safetensors.index.json", {"a": "1.safetensors"})
     with pytest.raises(CheckpointError, match="several indexes"):

@@ -233,7 +233,8 @@ def _from_directory(
         index = f"{stem}{_SUFFIX}.index{mark}.json"
         if directory.has(index):
             return _from_index(directory, index, title, limit)
-    path, listing = directory.path, sorted(directory.names())
+    path = directory.path
+    listing = sorted(name for name in directory.names() if not name.startswith("."))
     indexes = [name for name in listing if name.endswith(f"{_SUFFIX}.index{mark}.json")]
     if len(indexes) == 1:
         return _from_index(directory, indexes[0], title, limit)
@@ -243,7 +244,7 @@ def _from_directory(
             " one of them",
             path=path,
         )
-    ending = re.compile(rf"(?!\.).*{re.escape(mark)}(-\d+-of-\d+)?{re.escape(_SUFFIX)}", re.DOTALL)
+    ending = re.compile(rf".*{re.escape(mark)}(-\d+-of-\d+)?{re.escape(_SUFFIX)}", re.DOTALL)
     shards = tuple(_shard_path(directory, name) for name in listing if ending.fullmatch(name))
     if not shards:
         others = [name for name in listing if name.endswith((_SUFFIX, ".bin", ".gguf", ".pt"))]
