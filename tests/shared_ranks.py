@@ -144,6 +144,27 @@ def dimensions(folder: Path) -> Any:
     return facts(dict(pairs), want)
 
 
+class Bar:
+    """A progress bar, in place of that of tqdm."""
+
+    ended = 0, 0  # the bytes that the last one showed at its end, and its total
+
+    def __init__(self, *, total: int, **_: Any) -> None:
+        self.n, self.total = 0, total
+
+    def update(self, nbytes: int) -> None:
+        self.n += nbytes
+
+    def close(self) -> None:
+        Bar.ended = self.n, self.total
+
+
+def progress(folder: Path) -> Any:
+    with mock.patch("tqdm.tqdm", Bar):
+        ours = gdsload.load_file(folder, group=dist.group.WORLD, shards={"large": 0}, progress=True)
+    return [*Bar.ended, sum(tensor.nbytes for tensor in ours.values())]
+
+
 def slices(folder: Path) -> Any:
     """Every rank wants another column of one tensor and other rows of all others."""
     rank = dist.get_rank()
@@ -528,10 +549,10 @@ def killed(folder: Path) -> Any:
 
 
 CASES = (
-    outsider, whole, warm, cold, windows, dimensions, slices, byte_columns, experts, of_engine,
-    nodes, missing_file, other_checkpoint, other_version, other_source, other_order, other_readers,
-    other_windows, unknown_name, unknown_shard, failed_read, rewritten, no_room, no_room_together,
-    own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device, failed_consumer,
-    interrupted_rank, closed_by_all, again, default_device, later, subgroup, devices, silent_rank,
-    missed,
+    outsider, whole, warm, cold, windows, dimensions, progress, slices, byte_columns, experts,
+    of_engine, nodes, missing_file, other_checkpoint, other_version, other_source, other_order,
+    other_readers, other_windows, unknown_name, unknown_shard, failed_read, rewritten, no_room,
+    no_room_together, own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device,
+    failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
+    devices, silent_rank, missed,
 )  # fmt: skip

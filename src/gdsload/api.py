@@ -520,7 +520,8 @@ def _opened(
         session = stack.enter_context(
             open_session(checkpoint, report, settings, target, report.wanted_bytes, verifier)
         )
-        advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
+        # What a rank wants is known when all ranks have met.
+        advance = stack.enter_context(progress_bar(progress, lambda: report.wanted_bytes))
         yield session, wanted, advance
 
 

@@ -194,6 +194,12 @@ def test_kept_error_of_ctrl_c_leaves_no_connection_open(found: list[dict[str, An
         assert "Timed out" not in rank["interrupted_rank"]["text"]
 
 
+def test_progress_bar_ends_at_the_bytes_that_a_rank_wants(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        shown, total, wanted = rank["progress"]
+        assert shown == total == wanted
+
+
 def test_all_ranks_connect_their_devices_at_once(found: list[dict[str, Any]]) -> None:
     assert [rank["devices"] for rank in found] == [[len(found)]] * len(found)
 

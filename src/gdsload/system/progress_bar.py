@@ -21,7 +21,7 @@ def stderr_is_terminal() -> bool:
 
 @contextmanager
 def progress_bar(
-    wanted: bool | None, total_bytes: int, title: str = "gdsload"
+    wanted: bool | None, total_bytes: int | Callable[[], int], title: str = "gdsload"
 ) -> Iterator[Callable[[int], None]]:
     """Shows a bar with rate and remaining time, and yields a function that advances it.
 
@@ -30,7 +30,7 @@ def progress_bar(
     Args:
         wanted: True shows the bar and leaves it on the screen, False shows none, None shows it
             while the load runs if stderr is a terminal or this is a notebook.
-        total_bytes: Where the bar ends.
+        total_bytes: Where the bar ends; a function if that is known only with the first bytes.
         title: Text in front of the bar.
 
     Yields:
@@ -46,14 +46,14 @@ def progress_bar(
             # tqdm.auto has a bar for notebooks, and takes longer to import.
             bar = import_module("tqdm.auto" if notebook else "tqdm").tqdm(
                 desc=title,
-                total=total_bytes,
+                total=total_bytes() if callable(total_bytes) else total_bytes,
                 unit="B",
                 unit_scale=True,
                 delay=0 if wanted else _DELAY_SECONDS,
                 leave=bool(wanted),
             )
         if bar is not None:
-            bar.update(min(nbytes, total_bytes - bar.n))
+            bar.update(min(nbytes, bar.total - bar.n))
 
     try:
         yield advance
