@@ -105,6 +105,16 @@ def test_memory_of_a_device_is_registered_after_its_work(
     assert agent.registered[0] == "VRAM"
 
 
+def test_memory_of_each_device_is_read_before_it_is_served(
+    agent: LateAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    flats: dict[str, Any] = {"a": DeviceBytes("cuda:0"), "b": DeviceBytes("cuda:1")}
+    memory.RegisteredMemory(flats, "UCX", {})
+    read = sorted(source for _, source, _ in agent.late)
+    assert read == sorted(flat.data_ptr() for flat in flats.values())
+
+
 def test_copies_of_tensors_that_are_not_contiguous_are_counted(agent: LateAgent) -> None:
     tensors = {"plain": torch.ones(8), "columns": torch.ones(4, 6)[:, :2]}
     with gdsload.serve(tensors, checksums=False) as server:

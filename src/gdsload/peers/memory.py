@@ -85,25 +85,27 @@ class RegisteredMemory:
         self.locations = locations_of(self._kept)
 
     def _registration_fault(self, regions: list[Region]) -> str:
-        """Registers regions of one kind of memory and reads from the first. The fault, or ""."""
+        """Registers regions of one kind of memory, and reads from one of each device. The fault, or
+        ""."""
         if not regions:
             return ""
         described = [(start, end - start, device, "") for _, device, start, end in regions]
-        kind, device, start, end = regions[0]
+        kind, of_device = regions[0].kind, {region.device: region for region in regions}
         probe = ctypes.addressof(self._probe)
         try:
             self._agent.register_memory(described, kind)
             registered = self._agent.register_memory([(probe, _PROBE_BYTES, 0, "")], "DRAM")
             try:
-                return self._read_fault(kind, start, min(_PROBE_BYTES, end - start), device)
+                return next(filter(None, map(self._read_fault, of_device.values())), "")
             finally:
                 self._agent.deregister_memory(registered)
         except Exception as error:  # the classes of NIXL derive from Exception
             return str(error) or type(error).__name__
 
-    def _read_fault(self, kind: str, start: int, nbytes: int, device: int) -> str:
-        """Reads memory through NIXL. The fault, or ""."""
-        agent = self._agent
+    def _read_fault(self, region: Region) -> str:
+        """Reads the first bytes of a region through NIXL. The fault, or ""."""
+        agent, (kind, device, start, end) = self._agent, region
+        nbytes = min(_PROBE_BYTES, end - start)
         handle = agent.initialize_xfer(
             "READ",
             agent.get_xfer_descs([(ctypes.addressof(self._probe), nbytes, 0)], "DRAM"),
