@@ -332,6 +332,12 @@ def test_lookup_opens_a_path_and_a_list_alike(two: Path) -> None:
         assert len(checkpoint.shards) == 2
 
 
+@pytest.mark.parametrize("lookup", [Lookup(subfolder="vae"), Lookup(variant="fp16")])
+def test_list_of_files_has_no_subfolder_and_no_variant(two: Path, lookup: Lookup) -> None:
+    with pytest.raises(CheckpointError, match="a list of files has no subfolder or variant"):
+        lookup.open([two / "1111.safetensors"])
+
+
 def test_lookup_passes_every_option_on(tmp_path: Path) -> None:
     snapshots = tmp_path / "cache/models--org--name/snapshots"
     for commit in ("main", "v2"):

@@ -382,6 +382,8 @@ class Lookup(NamedTuple):
     def open(self, source: PathLike | Sequence[PathLike]) -> Checkpoint:
         """Opens the checkpoint, or a list of its shards. Raises what `Checkpoint.open` raises."""
         if isinstance(source, (list, tuple)):
+            if self.subfolder or self.variant:
+                raise CheckpointError("a list of files has no subfolder or variant")
             return Checkpoint.of(
                 source,
                 cache_dir=self.cache_dir,
