@@ -322,7 +322,7 @@ def load_into(
     only = None if device is None else device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     targets = destinations.named_tensors(tensors)
-    report = LoadReport(shown_source(os.fspath(source)), on_event=on_event)
+    report = LoadReport(shown_source(os.fsdecode(source)), on_event=on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
@@ -509,7 +509,7 @@ def _opened(
 ) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
     """A session for one load, what it reads, and the function for its progress bar."""
     single = isinstance(source, (str, bytes, os.PathLike))
-    title = shown_source(os.fspath(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
+    title = shown_source(os.fsdecode(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
     report = LoadReport(title, device=target, on_event=settings.on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):

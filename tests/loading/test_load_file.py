@@ -373,6 +373,14 @@ def test_stream_follows_the_requested_order(path: Path) -> None:
         ]
 
 
+def test_path_of_bytes_is_text_in_the_report(path: Path) -> None:
+    source: Any = os.fsencode(path)
+    gdsload.load_file(source, names=["t0"])
+    assert json.loads(gdsload.last_report().to_json())["source"] == str(path)
+    report = gdsload.load_into({"t0": gdsload.load_file(path)["t0"]}, source, names=["t0"])
+    assert report.source == str(path)
+
+
 def test_warm_file_is_mapped_and_cold_file_is_read(path: Path) -> None:
     with kept_warm(path):
         gdsload.load_file(path)
