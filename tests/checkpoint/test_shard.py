@@ -167,7 +167,7 @@ def test_status_that_cannot_be_read_is_a_change(
 
 def test_file_that_another_one_took_the_place_of_is_not_opened_again(path: Path) -> None:
     shard = opened(path)
-    shard.quiesce()
+    quiesce_shards([shard])
     assert not shard.closed
     replace(path)
     with pytest.raises(FileChanged, match=r"while it was read: it became another file$"):
@@ -192,7 +192,7 @@ def test_quiesced_file_is_opened_again_after_ctrl_c_while_it_was_closed(
 
     with monkeypatch.context() as interrupting, pytest.raises(KeyboardInterrupt):
         interrupting.setattr(shard_module, "close_files", interrupted)
-        shard.quiesce()
+        quiesce_shards([shard])
     assert seen == [False]
     assert shard.read(0, 3) == bytes(3)
     shard.close()
@@ -204,7 +204,7 @@ def test_file_is_opened_again_from_another_directory(
     monkeypatch.chdir(path.parent)
     shard = opened(path.name)
     assert shard.path == path.name
-    shard.quiesce()
+    quiesce_shards([shard])
     monkeypatch.chdir("/")
     assert shard.read(0, 3) == bytes(3)
     shard.close()
@@ -222,7 +222,7 @@ def test_load_that_opens_a_file_again_ends_though_the_storage_does_not_answer(
 
     shard = opened(path)
     shard.filesystem = "nfs4"
-    shard.quiesce()
+    quiesce_shards([shard])
     with descriptors.none_left(), monkeypatch.context() as patch:
         patch.setattr(shard_module, "open_regular", slow)
         cancelling = threading.Thread(target=lambda: (opens.wait(), token.ask()))
@@ -242,7 +242,7 @@ def test_file_is_opened_in_a_directory_that_is_gone(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     shard = opened(path)
-    shard.quiesce()
+    quiesce_shards([shard])
     assert shard.read(0, 3) == bytes(3)
     shard.close()
 
@@ -255,7 +255,7 @@ def test_descriptor_0_is_closed_like_any_other(path: Path) -> None:
         for end in (Shard.close, lambda _: None):
             shard = opened(path)
             assert shard.fd == 0
-            shard.quiesce()
+            quiesce_shards([shard])
             assert shard.read(0, 1) == b"\0" and shard.fd == 0
             end(shard)
             del shard
@@ -272,7 +272,7 @@ def test_file_opened_again_by_two_threads_has_one_descriptor(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = opened(path)
-    shard.quiesce()
+    quiesce_shards([shard])
     before = len(os.listdir("/proc/self/fd"))
     real = Shard._require_same
 

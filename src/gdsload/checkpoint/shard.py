@@ -3,7 +3,7 @@
     Shard          a file of this machine: it has a descriptor
     RemoteShard    a file elsewhere, such as in an object store
 
-After opening, the file is not opened by name again, except after `Shard.quiesce`, and then only if
+After opening, the file is not opened by name again, except after `quiesce_shards`, and then only if
 it is still the same version: header and data come from one version. Finding shards and parsing
 headers is done elsewhere.
 """
@@ -166,13 +166,6 @@ class Shard:
         """
         return read_exactly(self.fd, offset, nbytes, self.path)
 
-    def quiesce(self) -> None:
-        """Closes the descriptor until it is needed again.
-
-        The file is then opened by name. FileChanged is raised if that is another version of it.
-        """
-        quiesce_shards([self])
-
     def reopen_direct(self) -> int | None:
         """Opens the same file for direct I/O, by its descriptor and not by its name.
 
@@ -265,7 +258,10 @@ def close_shards(shards: Iterable[Shard]) -> None:
 
 
 def quiesce_shards(shards: Iterable[Shard]) -> None:
-    """Releases the descriptors or connections of shards until they are needed again."""
+    """Releases the descriptors or connections of shards until they are needed again.
+
+    Files are then opened by name. FileChanged is raised if one is another version.
+    """
     _release([shard for shard in shards if not shard.closed], quiesced=True)
 
 
@@ -274,7 +270,7 @@ def _release(shards: Iterable[Shard], *, quiesced: bool) -> None:
     for shard in shards:
         if shard.remote is not None:
             if quiesced:
-                shard.quiesce()
+                shard.remote.quiesce()
             else:
                 shard.close()
         elif (fd := shard._leave_fd(quiesced=quiesced)) >= 0:
@@ -322,10 +318,6 @@ class RemoteShard(Shard):
     def read(self, offset: int, nbytes: int) -> bytes:
         self.require_open()
         return self.remote.read(offset, nbytes)
-
-    def quiesce(self) -> None:
-        """Closes connections until they are needed again."""
-        self.remote.quiesce()
 
     def reopen_direct(self) -> int | None:
         """None: there is no direct I/O."""
