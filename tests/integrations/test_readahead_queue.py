@@ -7,13 +7,14 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gated import gated
+from gated import Gate, gated
 from gdsload.checkpoint import Checkpoint
 from gdsload.integrations.transformers.lazy_slices import MappedSlice
 from gdsload.integrations.transformers.readahead_queue import (
@@ -34,6 +35,19 @@ def session(tiny_moe_checkpoint: Path) -> Iterator[Session]:
         Session(checkpoint, LoadReport("tiny"), ReadSettings(cache="buffered")) as session,
     ):
         yield session
+
+
+@contextmanager
+def gated_session(source: Path) -> Iterator[tuple[Gate, Session]]:
+    """A session whose reads complete when the gate lets them."""
+    with (
+        gated() as gate,
+        Checkpoint.open(source) as checkpoint,
+        Session(
+            checkpoint, LoadReport("tiny"), ReadSettings(backend="gated", cache="buffered")
+        ) as session,
+    ):
+        yield gate, session
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +128,7 @@ def test_queue_in_a_stopped_process_does_not_report_a_stall(
     tiny_moe_checkpoint: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     with (
-        gated() as gate,
-        Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
-        Session(
-            checkpoint, LoadReport("tiny"), ReadSettings(backend="gated", cache="buffered")
-        ) as session,
+        gated_session(tiny_moe_checkpoint) as (gate, session),
         ReadaheadQueue(session, wholes(session), window_bytes=0) as feed,
     ):
         feed.start()
@@ -179,13 +189,7 @@ def test_queue_does_not_wait_for_what_is_there(
         pause(window, first, last, seconds)
 
     monkeypatch.setattr(ReadWindow, "pause", noted)
-    with (
-        gated() as gate,
-        Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
-        Session(
-            checkpoint, LoadReport("tiny"), ReadSettings(backend="gated", cache="buffered")
-        ) as session,
-    ):
+    with gated_session(tiny_moe_checkpoint) as (gate, session):
         slices = {wanted.parts[0].shard: wanted for wanted in wholes(session)}
         with ReadaheadQueue(session, [*slices.values()]) as queue, ThreadPoolExecutor(1) as pool:
             queue.start()

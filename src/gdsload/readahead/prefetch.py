@@ -610,7 +610,7 @@ def prefetch(
     name = require_name(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     opened = source if isinstance(source, Checkpoint) else None
-    title = source.source if isinstance(source, Checkpoint) else os.fspath(source)
+    title = source.source if isinstance(source, Checkpoint) else os.fsdecode(source)
     made = Prefetch(title, name, tier, settings, names, limit_bytes, keep, lookup, opened)
     if "torch" not in sys.modules:
         ease_imports()  # before the thread begins, which pauses the collector now and then
