@@ -177,6 +177,16 @@ def test_gpu_check_summary_of_cut_results_reports_what_was_measured(
     assert not good and "| missed | posix/x: WRONG: a: other bytes |" in text
 
 
+@pytest.mark.parametrize("verdict", ["WRONG: a: other bytes", "FAILED: m", "LEFT: 8 bytes"])
+def test_gpu_check_bad_row_of_each_backend_misses_a_claim(
+    verdict: str, script: ModuleType, tmp_path: Path
+) -> None:
+    for name in ("auto", "gds_mt", "gds", "stream", "slices", "posix/uring/direct", "odd/direct"):
+        rows = [{"section": "exact", "name": name, "verdict": verdict}]
+        missed = [claim for claim in script.CLAIMS if claim.decide(rows)[0] == script.MISSED]
+        assert missed, name
+
+
 def test_gpu_check_read_that_cufile_fails_is_a_failure(script: ModuleType) -> None:
     def read() -> dict[str, Any]:
         raise CuFileError("m: cuFile failed", code=5030, path="m", wanted=4096)
