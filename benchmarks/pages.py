@@ -13,8 +13,6 @@ import mmap
 import time
 from typing import Any, NamedTuple
 
-import numpy
-
 STATES = ("huge", "small", "idle", "none")
 UNIT_BYTES, PAGE_BYTES = 2 << 20, 4 << 10
 UNITS = 512  # measured at most: 1 GiB of each kind
@@ -38,6 +36,8 @@ class Memory(NamedTuple):
 
 def fresh(nbytes: int, *, huge: bool) -> Any:
     """An array over memory that nothing has touched, aligned to 2 MiB."""
+    import numpy
+
     memory = mmap.mmap(-1, nbytes + UNIT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)

@@ -25,13 +25,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from . import device as gpu
 from .arms import KINDS, versions
 from .device import Watch
 from .loaded import CPU, Loaded, Wanted
 from .pages import Memory
+
+with contextlib.suppress(ModuleNotFoundError):  # only `view` needs it, for tensors on the CPU
+    import numpy  # noqa: F401 - its import is not what is measured
 
 PR_SET_PDEATHSIG = 1
 PAGE_BYTES = 4096
@@ -57,8 +58,10 @@ def forget_peak() -> bool:
     return False
 
 
-def view(address: int, nbytes: int, dtype: Any) -> Any:
+def view(address: int, nbytes: int, dtype: str) -> Any:
     """An array over memory that somebody else keeps alive."""
+    import numpy
+
     return numpy.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype)
 
 
@@ -70,7 +73,7 @@ def touch(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     sums = {}
     for name, (address, nbytes) in places.items():
         words = nbytes // 8
-        total = int(view(address, 8 * words, numpy.int64).sum()) if words else 0
+        total = int(view(address, 8 * words, "int64").sum()) if words else 0
         if tail := nbytes - 8 * words:
             total += int.from_bytes(ctypes.string_at(address + 8 * words, tail), "little")
         sums[name] = total & 0xFFFFFFFFFFFFFFFF
@@ -86,13 +89,13 @@ def touch_pages(places: Mapping[str, tuple[int, int]]) -> None:
     """Reads a byte of each page."""
     for address, nbytes in places.values():
         if nbytes:
-            view(address, nbytes, numpy.uint8)[::PAGE_BYTES].sum()
+            view(address, nbytes, "uint8")[::PAGE_BYTES].sum()
 
 
 def checksums(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """CRC-32 of each tensor: unlike the sum, it knows the order of the bytes. Outside the clock."""
     return {
-        name: zlib.crc32(view(address, nbytes, numpy.uint8)) if nbytes else 0
+        name: zlib.crc32(view(address, nbytes, "uint8")) if nbytes else 0
         for name, (address, nbytes) in places.items()
     }
 

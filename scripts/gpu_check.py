@@ -319,24 +319,32 @@ def posix_cases(small: bool) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def odd_file(context: Context) -> Path:
-    """Tensors that are not aligned, have no bytes, or have dtypes that need care."""
-    import safetensors.torch
+    """Tensors that are not aligned, have no bytes, or have dtypes that need care. In the order of
+    safetensors, whose own writer needs numpy."""
     import torch
+
+    from gdsload.checkpoint.header import header_bytes
 
     path = context.work / "odd.safetensors"
     if not path.exists():
-        safetensors.torch.save_file(
-            {
-                "bytes": torch.arange(7, dtype=torch.uint8),
-                "none": torch.empty(0, 5),
-                "short": torch.arange(333, dtype=torch.int16),
-                "scalar": torch.tensor(2.5, dtype=torch.float64),
-                "float8": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
-                "bool": torch.ones(3, 1, dtype=torch.bool),
-                "large": torch.arange(3_000_001, dtype=torch.int32),
-            },
-            path,
+        tensors = [
+            ("scalar", "F64", torch.tensor(2.5, dtype=torch.float64)),
+            ("none", "F32", torch.empty(0, 5)),
+            ("large", "I32", torch.arange(3_000_001, dtype=torch.int32)),
+            ("short", "I16", torch.arange(333, dtype=torch.int16)),
+            (
+                "float8",
+                "F8_E4M3",
+                torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
+            ),
+            ("bytes", "U8", torch.arange(7, dtype=torch.uint8)),
+            ("bool", "BOOL", torch.ones(3, 1, dtype=torch.bool)),
+        ]
+        header = header_bytes(
+            (name, dtype, each.shape, each.nbytes) for name, dtype, each in tensors
         )
+        data = (ctypes.string_at(each.data_ptr(), each.nbytes) for _, _, each in tensors)
+        path.write_bytes(header + b"".join(data))
     return path
 
 
@@ -924,7 +932,7 @@ def cached_reads(gpu: Gpu, source: Path, ring: int, threads: int) -> Row:
     step = min(4 * MIB, ring // threads)
     reads = [(file, at) for file in files for at in range(0, file.stat().st_size, step)]
     with pinned(gpu, ring, "registered-huge") as memory:
-        view = memoryview(memory.numpy())
+        view = memoryview((ctypes.c_char * ring).from_address(memory.data_ptr()))
         lock, left = threading.Lock(), list(reads)
 
         def work(slot: memoryview) -> None:

@@ -362,6 +362,22 @@ def test_gpu_clock_stops_before_sums(tmp_path: Path) -> None:
         assert facts["touch_s"] > 0
 
 
+def test_load_to_gpu_is_measured_without_numpy() -> None:
+    """The wheels of torch do not need it."""
+    program = """
+import sys
+sys.modules["numpy"] = None
+import torch
+from gdsload.cli.measuring import program
+program("judge")
+loaded, tensor = program("loaded"), torch.arange(3)
+found = loaded.tensors({"a": tensor})._replace(tensors={"a": tensor})
+print(program("worker").measured(lambda _: found, None, "cpu")[0]["sums"])
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "{'a': 3}\n", ran.stderr
+
+
 # --- the storage sweep --------------------------------------------------------------------------
 
 

@@ -136,6 +136,26 @@ def test_gpu_check_file_that_cufile_refuses_is_no_failure(
     assert "its process ends cleanly | met |" in summary
 
 
+def test_gpu_check_without_numpy_reads_by_cufile_and_measures_rates(
+    libraries: Path, tmp_path: Path
+) -> None:
+    """The wheels of torch do not need it."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('numpy', name='numpy')")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    _, verdicts, _ = run(
+        libraries,
+        tmp_path,
+        "--budget",
+        str(LIMIT_SECONDS),
+        "--only",
+        "cufile",
+        "micro",
+        PYTHONPATH=path,
+    )
+    assert verdicts["cufile: gds, odd sizes"] == "exact"
+    assert set(verdicts.values()) <= {"exact", "ok", "not changed"}
+
+
 def test_gpu_check_hanging_section_ends_with_the_budget(libraries: Path, tmp_path: Path) -> None:
     """The rest is reported as skipped."""
     code, verdicts, summary = run(
