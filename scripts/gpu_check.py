@@ -142,11 +142,19 @@ class Context(NamedTuple):
         return self.ends - time.monotonic()
 
     def checkpoint(self, name: str, layers: int | None = None) -> Path:
-        """A synthetic checkpoint; written by the first section that asks for it."""
+        """A synthetic checkpoint; written by the first section that asks for it. Raises Refused if
+        the time of the section is too short for that."""
         from gdsload.synthetic import checkpoints
 
         path = self.work / (name if layers is None else f"{name}-{layers}")
-        return path if path.exists() else checkpoints.write(name, path, layers=layers)
+
+        def require_time(_: int) -> None:
+            if self.left < LEAST_SECONDS:
+                raise Refused(f"the disk is too slow to write {path.name} in time")
+
+        if not path.exists():
+            checkpoints.write(name, path, layers=layers, progress=require_time)
+        return path
 
     @property
     def main_checkpoint(self) -> Path:
@@ -1513,7 +1521,8 @@ CLAIMS = (
     Claim("warm: 0.9 of the rate of pinned memory", share_of_pinned),
     Claim("warm: no other loader is faster", fastest("warm")),
     Claim("cold: no other loader is faster", fastest("cold")),
-    Claim("all loaders of a table give the same bytes", all_good("tables", least=2)),
+    Claim("all loaders of a table give the same bytes",
+          all_good("tables", least=2, names="^(warm|cold) ")),
 )  # fmt: skip
 
 
@@ -1642,9 +1651,17 @@ def run_section(name: str, context: Context) -> None:
         ENDS[name][0](context)
         return
     (section,) = [each for each in SECTIONS if each.name == name]
-    for row in section.run(context):
+    for row in rows_of(section, context):
         append(context.out, name, row)
         print(f"{name}: {row['name']}: {row['verdict'][:150]}", flush=True)
+
+
+def rows_of(section: Section, context: Context) -> Iterator[Row]:
+    """The rows of a section; one more if its checkpoint cannot be written in time."""
+    try:
+        yield from section.run(context)
+    except Refused as error:
+        yield {"name": "checkpoint", "verdict": f"refused: {error}"}
 
 
 def start_section(section: Section, seconds: float, wanted: argparse.Namespace, log: Any) -> str:

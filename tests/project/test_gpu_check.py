@@ -223,6 +223,26 @@ def test_gpu_check_without_direct_io_refuses_its_checks(
     assert script.tried("direct", load)["verdict"] == "refused: no direct I/O: EINVAL"
 
 
+def test_gpu_check_disk_too_slow_for_a_checkpoint_is_no_failure(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    context = script.Context(None, tmp_path, tmp_path, True, False, 0.0, [], [])
+    script.run_section("tables", context)
+    [row] = script.read_rows(tmp_path)
+    assert row["verdict"] == "refused: the disk is too slow to write tiny in time"
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+def test_gpu_check_tables_that_did_not_end_decide_nothing(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    for name in ("warm tiny: gdsload", "cold tiny: runai"):
+        script.append(tmp_path, "tables", {"name": name, "verdict": "ok"})
+    script.append(tmp_path, "tables", {"name": "end", "verdict": "FAILED: it did not end in 9 s"})
+    text, _ = script.summary(tmp_path)
+    assert "| all loaders of a table give the same bytes | met | 2 checks |" in text
+
+
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
 def test_gpu_check_without_packages_for_models_refuses_them(
     missing: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
