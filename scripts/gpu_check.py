@@ -1339,7 +1339,7 @@ def facts(context: Context) -> Iterator[Row]:
         },
     )
     lines = output_of("nvidia-smi", "-q").splitlines()
-    chosen = re.compile(r"BAR1|Link|Gen|Width|Total +:|Driver Version|CUDA Version|Persistence|MIG")
+    chosen = re.compile(r"BAR1|Link|Gen|Width|Total +:|(Driver|CUDA|.MD) Version|Persistence|MIG")
     yield {
         "name": "nvidia-smi",
         "verdict": "ok",

@@ -153,7 +153,8 @@ look_at_driver() {
     else
         add yes driver - "$driver, open"
     fi
-    speaks=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p' | head -n 1)
+    speaks=$(nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA( UMD)? Version: *([0-9.]*).*/\2/p' |
+        head -n 1)
     toolkit=$(text /usr/local/cuda/version.json | tr -d '\n' |
         sed -n 's/.*"cuda"[^}]*"version" *: *"\([0-9.]*\)".*/\1/p')
     cuda=$(printf '%s\n%s\n' "$speaks" "$toolkit" | sort -V | tail -n 1)

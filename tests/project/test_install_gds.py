@@ -29,7 +29,7 @@ FAKES = {
     "nvidia-smi": (
         '[ -f "$STATE/gpus" ] || exit 9\n'
         'case "$*" in *--query-gpu*) cat "$STATE/gpus" ;;\n'
-        '*) echo "| NVIDIA-SMI 570.86.15   CUDA Version: ${FAKE_CUDA:-12.8} |" ;; esac'
+        '*) echo "| NVIDIA-SMI 570   ${FAKE_CUDA_NAME:-CUDA} Version: ${FAKE_CUDA:-12.8} |" ;; esac'
     ),
     "modinfo": '[ "$1" = nvidia_fs ] && [ -f "$STATE/built" ]',
     "ofed_info": "exit 1",
@@ -236,6 +236,13 @@ def test_check_old_cuda_or_gpu_rules_out_p2pdma(machine: Machine) -> None:
     machine.with_gpu("Tesla T4, 7.5\n")
     machine.with_p2pdma()
     assert rules_out(machine.check(FAKE_CUDA="12.7"), "p2pdma") == {"GPU", "CUDA"}
+
+
+def test_check_cuda_of_new_driver_is_found(machine: Machine) -> None:
+    """Drivers from 610 on have another name for it."""
+    machine.with_gpu()
+    found = finding(machine.check(FAKE_CUDA="13.3", FAKE_CUDA_NAME="CUDA UMD"), "CUDA")
+    assert (found["verdict"], found["detail"]) == ("yes", "of the driver 13.3, of the toolkit none")
 
 
 def test_check_kernel_configuration_shows_p2pdma(machine: Machine) -> None:
