@@ -251,13 +251,18 @@ look_at_settings() {
     # Its comments say nothing; a // with an odd number of quotes before it is in a string.
     lines=$(text "$file" | sed -e ':a' -e 's|^\(\([^"]*"[^"]*"\)*[^"]*\)//.*|\1|' -e ta |
         tr '\n' ' ' | sed 's|/\*[^*]*\*/||g')
+    asks="in /etc/cufile.json: {\"properties\": {\"use_pci_p2pdma\": true},\
+ \"block\": {\"nvme\": {\"use_pci_p2pdma\": true}}}"
     if printf '%s' "$lines" | grep -Eq '"use_pci_p2pdma"[[:space:]]*:[[:space:]]*true' ||
         [ "${CUFILE_USE_PCIP2PDMA:-}" = true ]; then
         add yes use_pci_p2pdma - "asked for"
+    elif printf '%s' "$lines" | grep -q '"use_pci_p2pdma"' ||
+        [ -n "${CUFILE_USE_PCIP2PDMA+set}" ]; then
+        add no use_pci_p2pdma p2pdma "switched off" "$asks"
     else
-        add no use_pci_p2pdma p2pdma "not asked for" \
-            "in /etc/cufile.json: {\"properties\": {\"use_pci_p2pdma\": true},\
- \"block\": {\"nvme\": {\"use_pci_p2pdma\": true}}}"
+        add partly use_pci_p2pdma - \
+            "not asked for: gdsload does it itself, with libcufile 1.14 or newer" \
+            "for other programs, $asks"
     fi
     cache=$(number max_device_cache_size_kb 131072)
     each=$(number per_buffer_cache_size_kb 1024) batch=$(number io_batchsize 128)

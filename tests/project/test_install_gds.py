@@ -209,7 +209,7 @@ def test_check_p2pdma_is_ready(machine: Machine) -> None:
         ("proc/driver/nvidia/params", 'RegistryDwords: ""\n', "static BAR1"),
         ("proc/driver/nvidia/params", STATIC_BAR1.replace("WC=1", "WC=0"), "static BAR1"),
         ("sys/module/nvme_core/parameters/multipath", "Y\n", "NVMe multipath"),
-        ("etc/cufile.json", '{\n  // "use_pci_p2pdma": true\n}\n', "use_pci_p2pdma"),
+        ("etc/cufile.json", '{"properties": {"use_pci_p2pdma": false}}', "use_pci_p2pdma"),
     ],
 )
 def test_check_missing_requirement_rules_out_p2pdma(
@@ -223,10 +223,19 @@ def test_check_missing_requirement_rules_out_p2pdma(
     assert finding(answer, name)["hint"]
 
 
+def test_check_p2pdma_that_gdsload_asks_for_is_ready(machine: Machine) -> None:
+    """As `backends/cufile/library.py` does, unless the file or the environment decides it."""
+    machine.with_gpu()
+    machine.with_p2pdma()
+    machine.put("etc/cufile.json", "{}\n")
+    assert machine.check()["modes"]["p2pdma"]
+    assert rules_out(machine.check(CUFILE_USE_PCIP2PDMA="0"), "p2pdma") == {"use_pci_p2pdma"}
+
+
 def test_check_hint_is_complete_and_part_of_its_finding(machine: Machine) -> None:
     answer = machine.check()
     assert finding(answer, "use_pci_p2pdma")["hint"] == (
-        'in /etc/cufile.json: {"properties": {"use_pci_p2pdma": true},'
+        'for other programs, in /etc/cufile.json: {"properties": {"use_pci_p2pdma": true},'
         ' "block": {"nvme": {"use_pci_p2pdma": true}}}'
     )
     assert "" not in {each["name"] for each in answer["findings"]}
@@ -423,8 +432,8 @@ def test_arguments_wrong_exit_with_usage(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("text", "asked"),
     [
-        ('{"properties": {"io_batchsize": 8, // "use_pci_p2pdma": true\n "x": 1}}', "no"),
-        ('{"properties": {/* "use_pci_p2pdma": true, */ "io_batchsize": 8}}', "no"),
+        ('{"properties": {"io_batchsize": 8, // "use_pci_p2pdma": true\n "x": 1}}', "partly"),
+        ('{"properties": {/* "use_pci_p2pdma": true, */ "io_batchsize": 8}}', "partly"),
         ('{"logging": {"dir": "//nas"}, "properties": {"use_pci_p2pdma": true}} // x // y', "yes"),
         ('{"properties": {"use_pci_p2pdma":\n true,\r\n "io_batchsize": 8}}', "yes"),
         ('{"properties": {"use_pci_p2pdma": true, "io_batchsize": 99999999999999999999}}', "yes"),
