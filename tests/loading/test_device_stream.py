@@ -386,6 +386,40 @@ def test_load_while_graph_is_captured_is_refused(
     gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
 
 
+@pytest.mark.parametrize("tier", ["memory", "pool"])
+def test_load_from_host_memory_while_graph_is_captured_is_refused(
+    tier: str, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    with gdsload.warmup.HostPool(1 << 30), gdsload.prefetch(tiny_checkpoint, tier=tier) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        doubles.capture_stream(True)
+        with pytest.raises(PlacementError, match="a CUDA graph is being captured"):
+            gdsload.load_file(tiny_checkpoint, "cuda:0")
+    doubles.capture_stream(False)
+    gdsload.load_file(tiny_checkpoint, "cuda:0")
+
+
+def test_capture_that_begins_during_a_load_gets_no_copy_from_host_memory(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    with (
+        gdsload.prefetch(tiny_checkpoint) as ahead,
+        gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport("m"), ReadSettings(), device="cuda:0") as session,
+    ):
+        assert ahead.wait(PATIENCE_SECONDS)
+        infos = list(checkpoint.tensors.values())
+        batch = device_batch.start(session, infos)
+        batch.wait()
+        doubles.capture_stream(True)
+        with pytest.raises(PlacementError, match="a CUDA graph is being captured"):
+            batch.tensors_of(infos)
+        doubles.capture_stream(False)
+        batch.release()
+
+
 def test_driver_without_capture_query_reports_no_capture() -> None:
     device = Device(Cuda(str(gpudoubles.built("cuda_double", "OLD_DRIVER"))), 0)
     assert device.captures(0) is False

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 import gdsload
-from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
+from devicetensors import BACKENDS, TorchCuda, device_tensor, odd_tensors, raw
 from gated import gated
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import (
@@ -556,6 +556,26 @@ def test_prefetched_bytes_are_written_to_one_element_of_a_column(
         ahead.wait()
         gdsload.load_into({"scale": scales[0:1, 3]}, file, options=BACKENDS[1][1])
     assert scales[0, 3] == 1 and scales.sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prefetched_bytes_are_not_written_while_graph_is_captured(
+    dtype: torch.dtype,
+    device_targets: Callable[..., Tensors],
+    loading: Doubles,
+    path: Path,
+    saved: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    targets = device_targets({"q": saved["q"]}, q=dtype)
+    with gdsload.prefetch(path) as ahead:
+        ahead.wait()
+        loading.capture_stream(True)
+        with pytest.raises(PlacementError, match="a CUDA graph is being captured"):
+            gdsload.load_into(targets, path, names="q")
+        loading.capture_stream(False)
+    assert not targets["q"].any()
 
 
 def test_failed_copy_to_vram_tells_what_is_undefined(

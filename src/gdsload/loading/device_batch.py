@@ -223,7 +223,7 @@ class DeviceTensors:
         """Takes memory for all slices that cannot stay where `views` has them.
 
         Raises:
-            PlacementError: The device is too full. Nothing was taken.
+            PlacementError: The device is too full, or a CUDA graph is captured. Nothing was taken.
             CheckpointError: This torch lacks a dtype.
         """
         self.device = session.device
@@ -239,6 +239,7 @@ class DeviceTensors:
         self._slices = taken
         self._place_of = {each.key: place for place, each in enumerate(taken)}
         if native.bytes_of(starts):
+            require_no_capture(self.device)
             have_whole(self.device, starts)
         with gpu.capture_relaxed(self.device):
             self.tensors: dict[str, torch.Tensor] = {each.key: self._empty(each) for each in taken}
@@ -335,9 +336,10 @@ class HostBytes(NamedTuple):
 
 def copy_from_host(device: str, found: Sequence[HostBytes]) -> None:
     """Copies bytes of host memory to their tensors, waits for the end of it, and frees the memory
-    that they were in."""
+    that they were in. Raises PlacementError if a CUDA graph is captured, and copies nothing."""
     from gdsload.backends.host_copies import HostCopy, copy_to_device  # only if there is something
 
+    require_no_capture(device)
     sources = [bytes_at(each.view, each.nbytes) for each in found]
     pinned = sources[0].is_pinned()
     if not pinned:
@@ -382,18 +384,9 @@ def _stays(tensor_slice: TensorSlice, views: Mapping[str, BufferView]) -> bool:
     )
 
 
-def follow(session: Session) -> None:
-    """Orders copies after all work that torch's current stream has now: memory from torch's
-    allocator may still be in use by work of its last owner. The host does not wait, unless the
-    backend cannot order its copies.
-
-    Raises PlacementError while a CUDA graph is captured: copies would become a part of it.
-    """
-    after_torch(session.device, lambda stream: session.open().follow(session.device, stream))
-
-
-def after_torch(device: str, follow: Callable[[int], bool]) -> None:
-    """The same, for copies that `follow` orders after a stream, or returns False."""
+def require_no_capture(device: str) -> None:
+    """Raises PlacementError while torch's current stream captures a CUDA graph: copies would become
+    a part of it, and some of torch's would break it."""
     cuda = _torch_cuda()
     if not cuda.is_initialized():
         return
@@ -403,6 +396,21 @@ def after_torch(device: str, follow: Callable[[int], bool]) -> None:
             f"a CUDA graph is being captured on the current stream of {device}: load before the"
             " capture, or in a thread with another current stream"
         )
+
+
+def follow(session: Session) -> None:
+    """Orders copies after all work that torch's current stream has now: memory from torch's
+    allocator may still be in use by work of its last owner. The host does not wait, unless the
+    backend cannot order its copies."""
+    after_torch(session.device, lambda stream: session.open().follow(session.device, stream))
+
+
+def after_torch(device: str, follow: Callable[[int], bool]) -> None:
+    """The same, for copies that `follow` orders after a stream, or returns False."""
+    cuda = _torch_cuda()
+    if not cuda.is_initialized():
+        return
+    stream = cuda.current_stream(device)
     if not follow(stream.cuda_stream):
         with gpu.capture_relaxed(device):
             stream.synchronize()

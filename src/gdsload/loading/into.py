@@ -136,10 +136,15 @@ def write_all(
         advance: Called with the number of bytes that have arrived.
 
     Raises:
+        PlacementError: The device captures a CUDA graph on the current stream. Nothing was read.
         GdsloadError: A read failed, or a file changed.
     """
     import torch
 
+    if session.device != "cpu":
+        from gdsload.loading.device_batch import require_no_capture
+
+        require_no_capture(session.device)
     in_place = session.device != "cpu" and session.verifier is None
     places = [each for each in destinations if in_place and each.in_place]
     kept = {id(each) for each in places}
