@@ -23,6 +23,7 @@ import faulthandler
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import mmap
@@ -977,6 +978,11 @@ def model(context: Context) -> Iterator[Row]:
         if importlib.util.find_spec(needed) is None:
             yield {"name": "from_pretrained", "verdict": f"refused: {needed} is not installed"}
             return
+    version = importlib.metadata.version("transformers")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (4, 57):
+        why = f"transformers {version}, 4.57 is needed"
+        yield {"name": "from_pretrained", "verdict": f"refused: {why}"}
+        return
     source = context.checkpoint("tiny" if context.small else "qwen3-0.6b")
     for dtype in ("auto", "float32"):
         yield tried(

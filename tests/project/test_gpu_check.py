@@ -252,6 +252,15 @@ def test_gpu_check_without_packages_for_models_refuses_them(
     assert [row["verdict"] for row in rows] == [f"refused: {missing} is not installed"]
 
 
+def test_gpu_check_with_old_transformers_refuses_models(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(script.importlib.metadata, "version", lambda name: "4.56.2")
+    rows = list(script.model(None))
+    assert [row["verdict"] for row in rows] == ["refused: transformers 4.56.2, 4.57 is needed"]
+
+
 def test_gpu_check_work_that_ended_before_the_load_decides_nothing(script: ModuleType) -> None:
     row = {"section": "streams", "name": "older work", "verdict": "exact", "reused": 3}
     assert script.reused_memory([{**row, "seconds": 0.1}])[0] == script.NOT_MEASURED
