@@ -8,7 +8,7 @@
 Each section is a child process with a time limit: a crash or a hang ends only its section. Each
 result is appended to DIR/results.jsonl at once, stderr of all goes to DIR/log.txt, and
 DIR/summary.md has a verdict for each claim: met, missed or not measured. The exit status is 1 if a
-claim was missed, or the exactness of posix was not measured.
+claim was missed, the exactness of posix was not measured, or gdsload cannot be imported.
 
 Needs torch, and gdsload: from the directory `wheels` beside this file (`make gpu-bundle`),
 installed, or a checkout.
@@ -1740,6 +1740,20 @@ def child_environment(out: Path) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 
+IMPORTS = """
+import importlib, pkgutil
+import gdsload._native as native
+for each in pkgutil.iter_modules(native.__path__):
+    importlib.import_module(f"{native.__name__}.{each.name}")
+"""
+
+
+def import_error() -> str:
+    """Why gdsload cannot be imported here, such as a glibc that is too old for it; "" if it can."""
+    ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    return ran.stderr.strip().rpartition("\n")[2] if ran.returncode else ""
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkpoints", nargs="*", type=Path, help="of the tables")
@@ -1802,6 +1816,8 @@ def check(wanted: argparse.Namespace) -> int:
     wanted.work = site
     try:
         child_environment(site)
+        if why := import_error():
+            sys.exit(f"gpu-check: {why}")
         with (wanted.out / "log.txt").open("wb") as log:
             for section in SECTIONS:
                 if wanted.only and not section.name.startswith(tuple(wanted.only)):

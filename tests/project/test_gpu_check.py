@@ -156,6 +156,24 @@ def test_gpu_check_without_numpy_reads_by_cufile_and_measures_rates(
     assert set(verdicts.values()) <= {"exact", "ok", "not changed"}
 
 
+def test_gpu_check_native_module_for_newer_glibc_ends_before_the_sections(tmp_path: Path) -> None:
+    native = tmp_path / "gdsload/_native"
+    native.mkdir(parents=True)
+    (native.parent / "__init__.py").touch()
+    (native / "__init__.py").touch()
+    (native / "cuda.py").write_text("raise ImportError('version `GLIBC_2.34` not found')")
+    words = ["--budget", "9", "--only", "facts", "--out", tmp_path / "out", "--data", tmp_path]
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, *words],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr == "gpu-check: ImportError: version `GLIBC_2.34` not found\n"
+    assert not (tmp_path / "out/results.jsonl").exists()
+
+
 def test_gpu_check_hanging_section_ends_with_the_budget(libraries: Path, tmp_path: Path) -> None:
     """The rest is reported as skipped."""
     code, verdicts, summary = run(
