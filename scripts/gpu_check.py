@@ -1415,14 +1415,20 @@ def every_allocator(rows: list[Row]) -> tuple[str, str]:
     return worst, "; ".join(words for verdict, words in found if verdict == worst)
 
 
-def medians(rows: list[Row], kind: str) -> dict[str, dict[str, float]]:
-    """By table and arm, the median seconds of the rounds after the first."""
+# Seconds within 5 % of each other count as equal, as rates do when a backend is chosen.
+EQUAL_SHARE = 0.95
+LEAST_ROUNDS = 3  # after the first, for a comparison
+
+
+def medians(rows: list[Row], kind: str, least: int = 1) -> dict[str, dict[str, float]]:
+    """By table and arm, the median seconds of the rounds after the first, of which there must be
+    `least`."""
     seconds: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row.get("table", "").startswith(kind) and row["verdict"] == "ok" and row["round"]:
             seconds.setdefault(row["table"], {}).setdefault(row["arm"], []).append(row["seconds"])
     return {
-        table: {arm: statistics.median(found) for arm, found in arms.items()}
+        table: {arm: statistics.median(found) for arm, found in arms.items() if len(found) >= least}
         for table, arms in seconds.items()
     }
 
@@ -1444,7 +1450,7 @@ def fastest(kind: str) -> Callable[[list[Row]], tuple[str, str]]:
 
     def decide(rows: list[Row]) -> tuple[str, str]:
         verdict, words = NOT_MEASURED, []
-        for table, arms in medians(rows, kind).items():
+        for table, arms in medians(rows, kind, LEAST_ROUNDS).items():
             others = {
                 arm: value for arm, value in arms.items() if not arm.startswith((OURS, "pinned"))
             }
@@ -1452,9 +1458,9 @@ def fastest(kind: str) -> Callable[[list[Row]], tuple[str, str]]:
                 continue
             best = min(others, key=others.__getitem__)
             words.append(f"{table}: {arms[OURS]:.3f} s, {best} {others[best]:.3f} s")
-            slower = arms[OURS] > others[best]
+            slower = arms[OURS] * EQUAL_SHARE > others[best]
             verdict = MISSED if slower or verdict == MISSED else MET
-        return verdict, "; ".join(words) or f"no {kind} table with another loader"
+        return verdict, "; ".join(words) or f"no {kind} table of enough rounds with another loader"
 
     return decide
 

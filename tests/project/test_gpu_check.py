@@ -198,7 +198,7 @@ def test_gpu_check_summary_of_cut_results_reports_what_was_measured(
     for name in range(8):
         script.append(tmp_path, "exact", {"name": f"posix/{name}", "verdict": "exact"})
     for arm, seconds in (("gdsload", 1.0), ("pinned", 0.95), ("runai", 2.0)):
-        for number in range(3):
+        for number in range(4):
             script.append(tmp_path, "tables", {
                 "name": arm, "verdict": "ok", "table": "warm m", "arm": arm, "round": number,
                 "seconds": seconds, "bytes": 10**9, "notes": {"report": {"phases": {}}},
@@ -213,6 +213,21 @@ def test_gpu_check_summary_of_cut_results_reports_what_was_measured(
         out.write('{"section": "tab')
     text, good = script.summary(tmp_path)
     assert not good and "| missed | posix/x: WRONG: a: other bytes |" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "verdict"),
+    [(0.96, 4, "met"), (0.94, 4, "missed"), (0.94, 3, "not measured")],
+)
+def test_gpu_check_other_loader_is_faster_by_more_than_noise_in_three_rounds(
+    seconds: float, rounds: int, verdict: str, script: ModuleType
+) -> None:
+    rows = [
+        {"verdict": "ok", "table": "cold m", "arm": arm, "round": number, "seconds": took}
+        for arm, took in (("gdsload", 1.0), ("runai", seconds))
+        for number in range(rounds)
+    ]
+    assert script.fastest("cold")(rows)[0] == verdict
 
 
 @pytest.mark.parametrize("verdict", ["WRONG: a: other bytes", "FAILED: m", "LEFT: 8 bytes"])
