@@ -369,7 +369,6 @@ EXPORT answer_t cuFileBatchIOGetStatus(batch_t *batch, unsigned least, unsigned 
     *nr = given;
     DONE(0);
 }
-EXPORT answer_t cuFileBatchIOCancel(batch_t *batch) { ENTER(); batch->poisoned = 1; DONE(0); }
 EXPORT void cuFileBatchIODestroy(batch_t *batch)
 {
     pthread_mutex_lock(&lock);

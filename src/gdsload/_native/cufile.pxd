@@ -108,7 +108,6 @@ cdef struct CuFileApi:
         void *batch, unsigned int min_nr, unsigned int *nr, CUfileIOEvents *events,
         timespec *timeout
     ) noexcept nogil
-    CUfileError (*batch_cancel)(void *batch) noexcept nogil
     void (*batch_destroy)(void *batch) noexcept nogil
     CUfileError (*get_size)(int parameter, size_t *value) noexcept nogil
     CUfileError (*set_size)(int parameter, size_t value) noexcept nogil

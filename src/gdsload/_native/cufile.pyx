@@ -35,8 +35,7 @@ _REQUIRED = (
 )
 _OPTIONAL = (
     "cuFileDriverClose_v2|cuFileDriverClose", "cuFileGetVersion",
-    "cuFileBatchIOSetUp", "cuFileBatchIOSubmit", "cuFileBatchIOGetStatus",
-    "cuFileBatchIOCancel", "cuFileBatchIODestroy",
+    "cuFileBatchIOSetUp", "cuFileBatchIOSubmit", "cuFileBatchIOGetStatus", "cuFileBatchIODestroy",
     "cuFileGetParameterSizeT", "cuFileSetParameterSizeT", "cuFileSetParameterBool",
     "cuFileDriverGetP2PFlags",
     "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3", "cuFileStatsStop",
@@ -234,7 +233,7 @@ cdef class CuFile:
         return version
 
     def properties(self):
-        """CUfileDrvProps, flat: sizes in KiB, except max_batch_io_size (entries)."""
+        """Some of CUfileDrvProps, flat: sizes in KiB, except max_batch_io_size (entries)."""
         cdef CUfileDrvProps props
         cdef CUfileError answer
         self.own()
@@ -244,10 +243,7 @@ cdef class CuFile:
         self.require("cuFileDriverGetProperties", answer)
         return {
             "nvfs_major": props.nvfs.major_version,
-            "nvfs_minor": props.nvfs.minor_version,
-            "max_direct_io_kb": props.nvfs.max_direct_io_size,
             "filesystems": props.nvfs.dstatusflags,
-            "control": props.nvfs.dcontrolflags,
             "features": props.fflags,
             "max_device_cache_kb": props.max_device_cache_size,
             "per_buffer_cache_kb": props.per_buffer_cache_size,

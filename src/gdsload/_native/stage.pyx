@@ -227,7 +227,6 @@ cdef struct CStage:
     int room
     int next_map            # where a free number is searched first
     int64_t copies
-    int64_t copied_bytes
 
 
 cdef void release_map(CMap *addresses) noexcept nogil:
@@ -274,7 +273,7 @@ cdef int start_copies(
     a negative CUresult."""
     cdef Share *share
     cdef uint64_t end = offset + length
-    cdef uint64_t start, stop, nbytes = 0
+    cdef uint64_t start, stop
     cdef int i, made = 0, code = CUDA_SUCCESS
     for i in range(first_share(addresses, offset), addresses.count):
         share = &addresses.shares[i]
@@ -288,10 +287,8 @@ cdef int start_copies(
         )
         if code != CUDA_SUCCESS:
             break
-        nbytes += stop - start
         made += 1
     gds_add(&stage.copies, made)
-    gds_add(&stage.copied_bytes, <int64_t>nbytes)
     return made if code == CUDA_SUCCESS else -code
 
 
@@ -400,10 +397,6 @@ cdef class Stage:
     def copies(self):
         """Copies started."""
         return gds_load(&self.stage.copies)
-
-    @property
-    def copied_bytes(self):
-        return gds_load(&self.stage.copied_bytes)
 
     def __dealloc__(self):
         if self.stage != NULL:

@@ -46,7 +46,6 @@ PROTOTYPES = {
     "cuFileBatchIOSubmit": "CUfileError_t (*{0})(void *, unsigned, CUfileIOParams_t *, unsigned)",
     "cuFileBatchIOGetStatus": "CUfileError_t (*{0})(void *, unsigned, unsigned *,"
     " CUfileIOEvents_t *, struct timespec *)",
-    "cuFileBatchIOCancel": "CUfileError_t (*{0})(void *)",
     "cuFileBatchIODestroy": "void (*{0})(void *)",
 }
 # Functions of later releases, with the enums and bools of the header.
