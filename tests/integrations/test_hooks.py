@@ -286,7 +286,7 @@ def test_read_error_in_a_load_releases_everything(
 def test_ctrl_c_in_a_load_closes_the_files(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gdsload.integrations.transformers.readahead_queue import ReadWindow
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ReadWindow, "poll", lambda *_: None)
