@@ -148,12 +148,15 @@ class Context(NamedTuple):
         from gdsload.synthetic import checkpoints
 
         path = self.work / (name if layers is None else f"{name}-{layers}")
+        refused = path.with_suffix(".refused")  # another section has tried
 
         def require_time(_: int) -> None:
-            if self.left < LEAST_SECONDS:
+            if self.left < LEAST_SECONDS or refused.exists():
+                refused.touch()
                 raise Refused(f"the disk is too slow to write {path.name} in time")
 
         if not path.exists():
+            require_time(0)
             checkpoints.write(name, path, layers=layers, progress=require_time)
         return path
 
@@ -1512,9 +1515,9 @@ def one_copy_thread(rows: list[Row]) -> tuple[str, str]:
 
 CLAIMS = (
     Claim("posix loads exact bytes with every engine, I/O mode and kind of buffer",
-          all_good("exact", least=7, names="posix|odd|tiny|end")),
+          all_good("exact", least=7, names="posix|odd|tiny|checkpoint|end")),
     Claim("`auto`, `stream`, slices and prefetch to the device give exact bytes",
-          all_good("exact", least=4, names="auto|stream|prefetch|slices|end")),
+          all_good("exact", least=4, names="auto|stream|prefetch|slices|checkpoint|end")),
     Claim("exact bytes in each mode of torch's allocator", every_allocator),
     Claim("a load waits for older work that uses its memory", reused_memory),
     Claim("no copy arrives after a load was interrupted; threads do not disturb each other",
@@ -1746,6 +1749,7 @@ def child_environment(out: Path) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 
+IMPORT_SECONDS = 60
 IMPORTS = """
 import importlib, pkgutil
 import gdsload._native as native
@@ -1756,8 +1760,13 @@ for each in pkgutil.iter_modules(native.__path__):
 
 def import_error() -> str:
     """Why gdsload cannot be imported here, such as a glibc that is too old for it; "" if it can."""
-    ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
-    return ran.stderr.strip().rpartition("\n")[2] if ran.returncode else ""
+    command = [sys.executable, "-c", IMPORTS]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"gdsload was not imported within {IMPORT_SECONDS} s"
+    error = ran.stderr.strip().rpartition("\n")[2] or f"exit status {ran.returncode}"
+    return error if ran.returncode else ""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -259,6 +259,9 @@ look_at_settings() {
     elif printf '%s' "$lines" | grep -q '"use_pci_p2pdma"' ||
         [ -n "${CUFILE_USE_PCIP2PDMA+set}" ]; then
         add no use_pci_p2pdma p2pdma "switched off" "$asks"
+    elif [ -n "$toolkit" ] && ! at_least "$toolkit" 12.9; then
+        add no use_pci_p2pdma p2pdma \
+            "not asked for: gdsload does it itself with libcufile 1.14, of CUDA 12.9" "$asks"
     else
         add partly use_pci_p2pdma - \
             "not asked for: gdsload does it itself, with libcufile 1.14 or newer" \

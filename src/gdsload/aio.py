@@ -143,26 +143,33 @@ async def astream(
 
 
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
-# Of the load in whose callbacks this context is. A load that they wait for has its turn.
-_load: ContextVar[CancelToken | None] = ContextVar("gdsload.turn", default=None)
-_holders: set[CancelToken | None] = set()  # the load that has the turn
+# Whether this is the context of a callback. It may wait for other loads in the loop, and the load
+# that has the loop's turn waits for the callback.
+_in_callback: ContextVar[bool] = ContextVar("gdsload.in_callback", default=False)
 # By event loop: at most one load is in a thread of its executor. If all waited there for a turn, no
 # thread would be left for the rest of the program. A loop without loads has no entry.
 _loop_turns: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakValueDictionary()
 
 
-def _in_turn(stop: CancelToken, source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    if _load.get() in _holders:
-        return from_pretrained(source, *args, **kwargs)
+def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     turn = _turn
+    callback: Any = kwargs.get("on_module_ready")
+
+    def in_a_pause(name: str, module: Any) -> None:
+        turn.release()
+        try:
+            with held(_in_callback, True):
+                callback(name, module)
+        finally:
+            turn.acquire()
+
+    if callable(callback):
+        kwargs["on_module_ready"] = in_a_pause
     while not turn.acquire(timeout=0.1):
         check()  # raises if this load was cancelled
-    _holders.add(stop)
     try:
-        with held(_load, stop):
-            return from_pretrained(source, *args, **kwargs)
+        return from_pretrained(source, *args, **kwargs)
     finally:
-        _holders.discard(stop)
         turn.release()
 
 
@@ -171,7 +178,7 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
 
     The load runs in a thread of the loop's executor, with the context variables of the caller;
     `on_module_ready` is called there. Loads run one after the other, because transformers changes
-    state of the whole process while it builds a model.
+    state of the whole process while it builds a model; during a callback, others may run.
 
     Cancelling the awaiting task ends the reads and frees what was loaded before CancelledError is
     raised here: at the next tensor, or, while Python imports or transformers reads by itself, when
@@ -193,11 +200,11 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
     """
     stop = CancelToken()
     lock: AbstractAsyncContextManager[Any] = nullcontext()
-    if _load.get() not in _holders:
+    if not _in_callback.get():
         lock = _loop_turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
-        loading = _in_executor(stop.run, _in_turn, stop, source, *args, **kwargs)
+        loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:

@@ -253,6 +253,12 @@ def test_wrong_arguments_exit_with_2(words: Sequence[str]) -> None:
     assert run(*words).exit_code == 2
 
 
+def test_doctor_of_a_path_that_is_not_there_is_wrong(tmp_path: Path) -> None:
+    result = run("doctor", tmp_path / "typo")
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+
+
 def test_error_is_one_line_or_with_debug_a_traceback(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

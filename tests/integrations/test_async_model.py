@@ -272,3 +272,30 @@ def test_callback_waits_for_another_load(source: Path, same_loop: bool) -> None:
     outer = asyncio.run(main())
     assert tinymodels.differences(outer, inner[0]) == []
     assert asyncio.run(gdsload.afrom_pretrained(source)) is not outer  # the turn was given back
+
+
+def test_load_that_a_callback_starts_waits_until_it_pauses(source: Path) -> None:
+    """Not only nested loads may run during a callback; after it they run one after the other."""
+    building: list[str] = []
+
+    async def main() -> Any:
+        loop = asyncio.get_running_loop()
+        other: list[asyncio.Future[Any]] = []
+        started = threading.Event()
+
+        def begin() -> None:
+            other.append(asyncio.ensure_future(gdsload.afrom_pretrained(source)))
+            started.set()
+
+        def ready(name: str, module: Any) -> None:
+            building.append(name)
+            if not other:
+                loop.call_soon_threadsafe(begin)
+                assert started.wait(60)
+
+        model = await gdsload.afrom_pretrained(source, on_module_ready=ready)
+        return model, await other[0]
+
+    first, second = asyncio.run(main())
+    assert tinymodels.differences(first, second) == []
+    assert len(building) == len(set(building)) > 3

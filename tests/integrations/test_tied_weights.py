@@ -139,10 +139,10 @@ def test_tied_weights_are_compared_once_while_the_rest_is_loaded(
 
     equal, set_parameter = tied_weights.equal_bytes, core_model_loading.set_param_for_module
     last_set = threading.Event()
-    waited: list[bool] = []
+    waited: list[tuple[str, bool]] = []
 
     def equal_after_all(one: torch.Tensor, other: torch.Tensor) -> bool:
-        waited.append(last_set.wait(10))
+        waited.append((threading.current_thread().name, last_set.wait(10)))
         return equal(one, other)
 
     def noted_set(model: Any, target_name: str, *rest: Any, **named: Any) -> Any:
@@ -154,7 +154,7 @@ def test_tied_weights_are_compared_once_while_the_rest_is_loaded(
     monkeypatch.setattr(tied_weights, "equal_bytes", equal_after_all)
     monkeypatch.setattr(core_model_loading, "set_param_for_module", noted_set)
     assert tied(gdsload.from_pretrained(twice))
-    assert waited == [True]
+    assert waited == [("gdsload-compare", True)]
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
@@ -244,8 +244,11 @@ def test_parameters_that_nobody_asks_for_are_released() -> None:
 class Twins:
     """A checkpoint in bfloat16 with a head of many windows, loaded as float32."""
 
-    def __init__(self, path: Path) -> None:
-        tinymodels.build("llama_tied").to(torch.bfloat16).save_pretrained(path)
+    def __init__(self, path: Path, words: int = 96) -> None:
+        sizes = {**tinymodels.TEXT, "vocab_size": words}
+        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.to(torch.bfloat16).save_pretrained(path)
         self.path, self.file = path, path / "model.safetensors"
         self.tensors = safetensors.torch.load_file(self.file)
         self.tensors[HEAD] = self.tensors[EMBEDDINGS].clone()
@@ -311,6 +314,27 @@ def test_twin_that_differs_has_memory_of_its_own(
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+@pytest.mark.parametrize("row", [20_000, 40_000])
+def test_twin_of_many_units_differs_in_the_middle_of_one(
+    tmp_path: Path, separated: list[int], row: int
+) -> None:
+    """Units of 2 MiB have 16,384 rows."""
+    twins = Twins(tmp_path, words=50_000)
+    twins.tensors[EMBEDDINGS][row, 0] = 7.0
+    assert not tied(twins.load(window_bytes=200_000))
+    assert len(separated) == 1
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_casts_have_no_twins(twins: Twins, separated: list[int], dtype: torch.dtype) -> None:
+    twins.tensors = {name: each.to(torch.float32) for name, each in twins.tensors.items()}
+    safetensors.torch.save_file(twins.tensors, twins.file, metadata={"format": "pt"})
+    assert tied(gdsload.from_pretrained(twins.path, dtype=dtype))
+    assert separated == []
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
 def test_twins_with_nan_are_not_tied(twins: Twins, separated: list[int]) -> None:
     for name in (EMBEDDINGS, HEAD):
         twins.tensors[name][9, 9] = float("nan")
@@ -372,6 +396,9 @@ def test_pairs_that_share_a_weight_are_no_twins(monkeypatch: pytest.MonkeyPatch)
             """Has only what is asked for."""
 
     model: Any = object.__new__(Model)
+    object.__setattr__(model, "all_tied_weights_keys", {"a": "b"})
+    assert twin_pairs(model) == [], "it has code of its own"
+    monkeypatch.setattr(Model, "__module__", "transformers.models.another")
     for pairs, twins in (
         ({"a": "b"}, [("a", "b")]),
         ({"a": "b", "c": "b", "d": "e"}, [("d", "e")]),
@@ -379,3 +406,32 @@ def test_pairs_that_share_a_weight_are_no_twins(monkeypatch: pytest.MonkeyPatch)
     ):
         object.__setattr__(model, "all_tied_weights_keys", pairs)
         assert twin_pairs(model) == twins
+
+
+class Wrapped(torch.Tensor):
+    """Two tensors inside, and no memory of its own, as tensors of many devices."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return Wrapped(args[0].inner)
+        raise NotImplementedError(function)
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_tensors_without_memory_are_left_to_transformers(comparing: list[str]) -> None:
+    model = Tied()
+    model.source = torch.nn.Parameter(Wrapped(torch.zeros(64)), requires_grad=False)
+    model.target = torch.nn.Parameter(Wrapped(torch.ones(64)), requires_grad=False)
+    loaded(model)
+    assert not tied_equal(model.source, model.target)
+    assert comparing == []

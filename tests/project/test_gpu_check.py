@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -263,7 +264,10 @@ def test_gpu_check_disk_too_slow_for_a_checkpoint_is_no_failure(
     script.run_section("tables", context)
     [row] = script.read_rows(tmp_path)
     assert row["verdict"] == "refused: the disk is too slow to write tiny in time"
-    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+    assert not (tmp_path / "tiny").exists()
+    later = context._replace(ends=time.monotonic() + 1000)
+    with pytest.raises(script.Refused, match="too slow"):
+        later.checkpoint("tiny")
 
 
 def test_gpu_check_tables_that_did_not_end_decide_nothing(

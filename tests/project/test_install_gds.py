@@ -230,6 +230,8 @@ def test_check_p2pdma_that_gdsload_asks_for_is_ready(machine: Machine) -> None:
     machine.put("etc/cufile.json", "{}\n")
     assert machine.check()["modes"]["p2pdma"]
     assert rules_out(machine.check(CUFILE_USE_PCIP2PDMA="0"), "p2pdma") == {"use_pci_p2pdma"}
+    machine.put("usr/local/cuda/version.json", '{"cuda": {"version": "12.8.1"}}')
+    assert rules_out(machine.check(), "p2pdma") == {"use_pci_p2pdma"}
 
 
 def test_check_hint_is_complete_and_part_of_its_finding(machine: Machine) -> None:

@@ -44,7 +44,7 @@ def main(ctx: click.Context) -> None:
 
 
 @main.command(short_help="What works on this machine, and what would help.")
-@click.argument("path", required=False, type=click.Path())
+@click.argument("path", required=False, type=click.Path(exists=True))
 @json_of
 @common
 def doctor(path: str | None, as_json: bool) -> int:

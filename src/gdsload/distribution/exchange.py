@@ -43,7 +43,7 @@ from gdsload.remote.urls import sources_of
 if TYPE_CHECKING:
     import torch
 
-# What a rank wants of a tensor: a dimension of which it gets its part, an index of slices, or all.
+# What a rank wants of a tensor: a dimension of which it gets its part, slices, or all.
 Shard = SupportsIndex | slice | tuple[slice, ...] | None
 Shards = Mapping[str, Shard] | Callable[[TensorInfo], Shard]
 # A URL or a node, the size of the file, and its version or the time of its last change.
@@ -395,7 +395,7 @@ class Exchange:
 
         with taking(message.nbytes, self._session.device, "a message to another rank"):
             parts = [self._wanted(sources, part, rank).reshape(-1) for part in message.parts]
-            # A part that is one byte wide is still a view, with a stride.
+            # `reshape` of a column that is one byte wide is a view with a stride.
             return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def _unpack(self, message: Message, memory: torch.Tensor) -> None:

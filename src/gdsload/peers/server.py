@@ -155,10 +155,12 @@ class WeightServer:
         try:
             self._publish(self._open_service())
         except BaseException as error:
-            self.withdraw()
             # Not the error itself: the frames of its traceback keep the weights.
             why = f"{type(error).__name__}: {error}"
-            self._missing = GdsloadError(f"{self.url}: publish() has failed: {why}")
+            try:
+                self.withdraw()
+            finally:
+                self._missing = GdsloadError(f"{self.url}: publish() has failed: {why}")
             raise
 
     def _publish(self, service: Service) -> None:

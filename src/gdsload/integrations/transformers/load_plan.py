@@ -52,7 +52,7 @@ class LoadPlan:
     shapes: set[str] = field(default_factory=set)  # wanted without their bytes
     buffers: list[ParameterBuffer] = field(default_factory=list)  # in file order
     written: set[str] = field(default_factory=set)  # the tensors of `buffers`
-    # Of two tied ones that are cast alike, the later one in the file, and the earlier one.
+    # Of two tied ones that may be equal when they are cast, the later in the file and the earlier.
     twins: dict[str, str] = field(default_factory=dict)
     deferred: bool = True  # tensors are requested one by one, by the thread that sets them
     # Answers of rename_source_key: (key, number of renamings, number of converters).
@@ -233,7 +233,15 @@ def _twins(
     buffers: Sequence[ParameterBuffer],
     infos: Mapping[str, TensorInfo],
 ) -> dict[str, str]:
-    casts = {buffer.keys[0]: buffer for buffer in buffers if buffer.layout == CAST}
+    import torch
+
+    casts = {
+        buffer.keys[0]: buffer.shape
+        for buffer in buffers
+        if buffer.layout == CAST
+        and buffer.dtype == torch.float32
+        and infos[buffer.keys[0]].dtype == "BF16"
+    }
     twins = {}
     for pair in twin_pairs(model):
         keys_of = [keys for name in pair for keys in patterns_of.get(name, {}).values()]
@@ -241,7 +249,7 @@ def _twins(
         if len(found) != 2 or not casts.keys() >= set(found):
             continue
         first, second = sorted(found, key=lambda key: FILE_ORDER(infos[key]))
-        if casts[first].dtype == casts[second].dtype and casts[first].shape == casts[second].shape:
+        if casts[first] == casts[second]:
             twins[second] = first
     return twins
 

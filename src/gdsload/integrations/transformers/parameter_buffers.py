@@ -171,7 +171,7 @@ class ParameterBuffers:
         return self._twins.get(key)
 
     def separate(self, key: str, rows: int) -> None:
-        """Makes a tensor have memory of its own, with so many first rows of its twin."""
+        """Gives a tensor memory of its own, and copies so many first rows of its twin to it."""
         _, twin = self._twins.pop(key)
         if rows:
             self._unwritten[key][:rows].copy_(twin[:rows])

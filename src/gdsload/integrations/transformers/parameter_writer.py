@@ -86,7 +86,7 @@ class ParameterWriter(WindowWriter):
         if twin is None:
             return False
         name, memory = twin
-        if copy is not None and copy.widens and self.window_of[name] < self.copied:
+        if copy is not None and self.window_of[name] < self.copied:
             target = memory[part.at] if part.at else memory
             if self._copier.widens_to(target.data_ptr(), copy.source, copy.nbytes):
                 return True

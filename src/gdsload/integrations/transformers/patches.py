@@ -5,14 +5,15 @@ original. The hooks that start such a load are in `hooks`.
 
     _materialize_copy         a tensor that is cast or merged is copied straight into its parameter
     torch.stack, torch.cat    return the parameter if its parts are already merged in it
-    set_param_for_module      calls module callbacks; ends a cancelled load; compares tied weights
+    set_param_for_module      calls module callbacks; ends a cancelled load; begins to compare tied
+                              weights
     is_env_variable_true      no loading threads: the readahead queue is ahead of the consumer, and
                               threads would hold tensors that are not needed yet
     rename_source_key,        renamed once per key, one converter per parameter: for a model with
     deepcopy                  18,000 experts this halves the time that is not reading
     re.compile                compiles a pattern when it is used: that of each parameter never is
     caching_allocator_warmup  leaves out parameters that are already in memory of the device
-    _tied_params_are_equal    was answered by that comparison, or compares as integers
+    _tied_params_are_equal    waits for that comparison, or compares bytes
 """
 
 from __future__ import annotations

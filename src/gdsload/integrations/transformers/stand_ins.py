@@ -99,7 +99,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         top = os.path.join(outer, _name_of(url))
         folder = Path(top, subfolder)
         folder.mkdir(parents=True, exist_ok=True)
-        _fetch(source, folder, variant)
+        others = _fetch(source, folder, variant)
         urls, checkpoints = {top: url}, []
         has_adapter = (folder / "adapter_config.json").exists()
         # Without a config of its own, an adapter is for a model in another place.
@@ -114,7 +114,8 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
                 checkpoints.append(checkpoint)
                 urls |= _placed(checkpoint, directory, folder)
                 stack.enter_context(held(opened_before, checkpoint))
-        for name in [_ADAPTER] * has_adapter + _extra_files(folder):
+        others -= {shard.name for checkpoint in checkpoints for shard in checkpoint.shards}
+        for name in [_ADAPTER] * has_adapter + _extra_files(folder, others):
             if not (folder / name).exists():
                 with suppress(CheckpointNotFound):
                     checkpoints.append(stack.enter_context(opened(joined(directory, name))))
@@ -134,14 +135,16 @@ def _name_of(url: str) -> str:
     return re.sub(r"[^\w-]", "_", name)
 
 
-def _extra_files(folder: Path) -> list[str]:
-    """The safetensors files that a model of this class has beside its checkpoint."""
-    from transformers import CONFIG_MAPPING
-
+def _extra_files(folder: Path, others: set[str]) -> list[str]:
+    """Those of other safetensors files that a model of this class has beside its checkpoint."""
+    if not others - {_ADAPTER}:
+        return []  # without the import of transformers, which takes seconds
     try:
+        from transformers import CONFIG_MAPPING
+
         config = json.loads((folder / "config.json").read_bytes())
-        return list(CONFIG_MAPPING[config["model_type"]].extra_files)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return sorted(others.intersection(CONFIG_MAPPING[config["model_type"]].extra_files))
+    except (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return []  # or the transformers is too old to have any
 
 
@@ -158,11 +161,15 @@ def _placed(checkpoint: Checkpoint, directory: str, folder: Path) -> dict[str, s
     return urls
 
 
-def _fetch(source: RemoteDirectory, folder: Path, variant: str | None) -> None:
-    """Copies the small files of a directory."""
+def _fetch(source: RemoteDirectory, folder: Path, variant: str | None) -> set[str]:
+    """Copies the small files of a directory. Returns the names of its safetensors files, if it can
+    be listed."""
     absent: tuple[type[Exception], ...] = (CheckpointNotFound, _TooLarge)
+    weights: set[str] = set()
     try:
-        names = [name for name in source.names() if not name.endswith(_WEIGHTS)]
+        listed = source.names()
+        names = [name for name in listed if not name.endswith(_WEIGHTS)]
+        weights = {name for name in listed if name.endswith(".safetensors")}
     except CheckpointNotFound:
         raise
     except (
@@ -177,6 +184,7 @@ def _fetch(source: RemoteDirectory, folder: Path, variant: str | None) -> None:
 
     for _ in parallel_map(copy, names, path_of=source.path_of):
         pass
+    return weights
 
 
 class _TooLarge(Exception):

@@ -1,12 +1,12 @@
 """Tied parameters that a checkpoint holds twice: transformers ties them only if they are equal.
 
-It compares them after the load. Here a thread compares them as soon as both are loaded, while the
-others are. They are compared as bytes, several times as fast as floats. Only equality is taken from
-it; about any other pair transformers decides by itself.
+It compares them after the load. Here a thread compares them as soon as both are loaded, while other
+tensors are being loaded. They are compared as bytes, several times as fast as floats. Only equality
+is taken from it; about any other pair transformers decides by itself.
 
     pair   a target and its source, by the names of the model's parameters
-    twins  a pair of weights that are both cast: the later one in the file is compared with the
-           earlier one while it is read, and takes no memory if it is equal (`parameter_writer`)
+    twins  a pair that is cast from bfloat16 to float32: the later one in the file is compared with
+           the earlier one while it is read, and takes no memory if it is equal (`parameter_writer`)
 """
 
 from __future__ import annotations
@@ -37,14 +37,20 @@ def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes in host memory are all there is to know of it."""
+    import torch
+
+    is_own = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_neg()
+    return is_own and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
 def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two tensors have the same bytes and no NaN; False proves nothing."""
     import torch
 
-    for tensor in (one, other):
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_neg()
-        if not plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return False
+    if not (_is_plain(one) and _is_plain(other)):
+        return False
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     if one.dtype != other.dtype or one.dtype not in floats or one.shape != other.shape:
         return False
@@ -60,12 +66,16 @@ def asked_pairs(model: Any) -> list[tuple[str, str]]:
 
 
 def twin_pairs(model: Any) -> list[tuple[str, str]]:
-    """The pairs that transformers will surely tie if they are equal, with nothing between them and
-    the end of the load that could write to one alone."""
+    """The pairs that transformers will surely tie if they are equal, and of which nobody writes to
+    one alone before that: not the code of others."""
     from transformers import PreTrainedModel
 
-    ties = getattr(type(model), "tie_weights", None)
-    if ties is not PreTrainedModel.tie_weights or module_callbacks.current.get() is not None:
+    kind = type(model)
+    if (
+        not kind.__module__.startswith("transformers.")
+        or kind.tie_weights is not PreTrainedModel.tie_weights
+        or module_callbacks.current.get() is not None
+    ):
         return []
     pairs = asked_pairs(model)
     uses = Counter(name for pair in pairs for name in pair)
@@ -73,7 +83,7 @@ def twin_pairs(model: Any) -> list[tuple[str, str]]:
 
 
 class _Comparison:
-    """Whether a target and its source are equal. It takes a thread and no memory."""
+    """Whether a target and its source, two plain tensors, are equal. It takes a thread."""
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
         from torch.utils.weak import TensorWeakRef
@@ -82,7 +92,7 @@ class _Comparison:
         self._versions = _versions(source, target)
         self._equal: bool | None = None
         self._thread = None
-        if source.data_ptr() == target.data_ptr():  # twins, which have no NaN
+        if source.nbytes and source.data_ptr() == target.data_ptr():  # twins, which have no NaN
             self._equal = True
         else:
             compare = partial(self._compare, source, target)
@@ -122,6 +132,8 @@ class TiedWeights:
             except AttributeError:  # transformers deals with it
                 continue
             if source.is_inference() or target.is_inference():  # nobody counts their writes
+                continue
+            if not (_is_plain(source) and _is_plain(target)):
                 continue
             _comparisons()[target] = _Comparison(source, target)
 
