@@ -17,6 +17,7 @@ import equal
 import gdsload
 import tinymodels
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.integrations.transformers.model_reader import MOSTLY_WRITTEN
 from gdsload.integrations.transformers.parameter_buffers import (
     CAST,
     CAT,
@@ -366,3 +367,26 @@ def test_writer_that_was_closed_posts_nothing(tiny_moe_checkpoint: Path) -> None
         with pytest.raises(QueueClosed, match="has ended"):
             writer.start()
         assert not session.posted
+
+
+@pytest.mark.parametrize("asked", ["auto", "fill"])
+def test_kept_part_of_a_model_fills_the_page_cache_only_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Between its tensors are those that windows read."""
+    monkeypatch.setattr(page_cache_fill, "SMALL_BYTES", 0)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "head_dim": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.Qwen3MoeConfig(vocab_size=4000, **sizes, **layers)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(tmp_path)
+    if page_cache.evict(tmp_path / "model.safetensors"):
+        pytest.skip("its pages cannot be evicted (a file system in memory)")
+    ours = gdsload.from_pretrained(tmp_path, dtype="auto", page_cache=asked)
+    report = gdsload.last_report()
+    if report.integration == "hook":  # 4.57 merges nothing
+        assert report.fates["keep"] and report.fates["convert"]
+        wanted = "filled: " if asked == "fill" else f"not filled: {MOSTLY_WRITTEN}"
+        assert report.page_cache.startswith(wanted)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert tinymodels.differences(stock, ours) == []

@@ -238,6 +238,7 @@ class ReadaheadQueue:
         kept: Container[str] = (),
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
+        past_cache: str = "",
     ) -> None:
         """Reads nothing before `start`.
 
@@ -247,11 +248,12 @@ class ReadaheadQueue:
             kept: Keys of the slices whose memory becomes the model's. They do not count as ahead.
             window_bytes: Size of a window in bytes; 0 makes one window of all, as if all were kept.
             ahead_bytes: Limit in bytes for the windows in flight. At least one is.
+            past_cache: As for `Session.arrange`.
         """
         self.session = session
         self.waited_seconds = 0.0  # sum over all threads
         self.taken_tensors = self.taken_bytes = 0
-        self._ahead_bytes = ahead_bytes
+        self._ahead_bytes, self._past_cache = ahead_bytes, past_cache
         self._lock = fork_safe_lock(self)
         self._closed = False
         unique = {tensor_slice.key: tensor_slice for tensor_slice in slices}.values()
@@ -276,7 +278,9 @@ class ReadaheadQueue:
 
     def _post(self, window: _Window) -> ReadWindow:
         kind = ReadWindow if self.session.device == "cpu" else DeviceReadWindow
-        found = self.session.arrange(part_ranges(window.slices), window_bytes=WINDOW_BYTES)
+        found = self.session.arrange(
+            part_ranges(window.slices), window_bytes=WINDOW_BYTES, past_cache=self._past_cache
+        )
         window.reads = kind(self.session, *found, window.slices)
         if window in self._planned:
             self._planned.remove(window)

@@ -56,7 +56,7 @@ opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", 
 def original(path: Any) -> Any:
     """The URL that a stand-in means; any other argument as it is."""
     current = _current.get()
-    return path if current is None else current.urls.get(os.path.normpath(path), path)
+    return path if current is None else current.urls.get(os.path.normpath(str(path)), path)
 
 
 def opened_as(files: Sequence[str]) -> Checkpoint | None:
@@ -132,7 +132,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
 def _name_of(url: str) -> str:
     """The last part of a URL as the name of a directory: transformers names custom code by it."""
     name = without_secrets(url).rstrip("/").rpartition("/")[2]
-    return re.sub(r"[^\w-]", "_", name)
+    return re.sub(r"[^\w-]", "_", name)[-64:] or "model"
 
 
 def _extra_files(folder: Path, others: set[str]) -> list[str]:
