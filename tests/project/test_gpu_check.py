@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_check.py"
 DOUBLE = ROOT / "tests/gpucheckdouble.py"
 LIMIT_SECONDS = 1200  # generous: a machine may be busy
+ONLY = ("--budget", str(LIMIT_SECONDS), "--only")  # and the names of sections
 
 
 def module(name: str) -> ModuleType:
@@ -107,9 +108,7 @@ def test_gpu_check_failing_backend_misses_its_claim(libraries: Path, tmp_path: P
     code, verdicts, summary = run(
         libraries,
         tmp_path,
-        "--budget",
-        str(LIMIT_SECONDS),
-        "--only",
+        *ONLY,
         "cufile",
         program=SCRIPT,
         GPU_DOUBLE_FAULT=f"cuFileRead:{NEGATIVE}:5044",
@@ -127,9 +126,7 @@ def test_gpu_check_file_that_cufile_refuses_is_no_failure(
     _, verdicts, summary = run(
         libraries,
         tmp_path,
-        "--budget",
-        str(LIMIT_SECONDS),
-        "--only",
+        *ONLY,
         "cufile",
         GPU_DOUBLE_FAULT=f"cuFileHandleRegister:{CODE}:{code}",
     )
@@ -146,9 +143,7 @@ def test_gpu_check_without_numpy_reads_by_cufile_and_measures_rates(
     _, verdicts, _ = run(
         libraries,
         tmp_path,
-        "--budget",
-        str(LIMIT_SECONDS),
-        "--only",
+        *ONLY,
         "cufile",
         "micro",
         PYTHONPATH=path,
