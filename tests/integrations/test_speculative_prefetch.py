@@ -204,18 +204,19 @@ def test_files_that_transformers_does_not_load_are_not_prefetched(cold: Path, na
     (cold / "model.safetensors.index.json").unlink()
     for file in cold.glob("*.safetensors"):
         file.rename(cold / name)  # the last one
-    assert not is_prefetched(cold)
+    assert not is_prefetched(cold, dtype="auto")
 
 
 def test_model_beside_an_adapter_is_not_prefetched(cold: Path) -> None:
     (cold / "adapter_config.json").write_text("{}")
-    assert not is_prefetched(cold)
+    assert not is_prefetched(cold, dtype="auto")
 
 
 def test_weights_that_the_config_names_are_not_prefetched(cold: Path) -> None:
-    assert not is_prefetched(cold, config=transformers.LlamaConfig(transformers_weights="a"))
+    config = transformers.LlamaConfig(transformers_weights="a")
+    assert not is_prefetched(cold, dtype="auto", config=config)
 
 
 def test_files_that_may_not_be_mapped_are_not_prefetched(cold: Path) -> None:
-    assert not is_prefetched(cold, disable_mmap=True)
-    assert is_prefetched(cold, disable_mmap=False)
+    assert not is_prefetched(cold, dtype="auto", disable_mmap=True)
+    assert is_prefetched(cold, dtype="auto", disable_mmap=False)
