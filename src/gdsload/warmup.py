@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.checkpoint.selection import is_single
+from gdsload.checkpoint.selection import repeatable
 from gdsload.memory.host_buffers import current_pool
 from gdsload.memory.host_pool import HostPool
 from gdsload.readahead.prefetch import CANCELLED, CLOSED, FAILED, TIERS, Prefetch, prefetch, started
@@ -241,8 +241,7 @@ def hook(
         >>> app = FastAPI(lifespan=gdsload.warmup.hook("model", device="cuda:0"))
         >>> gdsload.warmup.hook("model", wait=True)()
     """
-    if names is not None and not is_single(names):
-        names = tuple(names)  # type: ignore[arg-type]
+    names = repeatable(names)
     words = {name: value for name, value in locals().items() if name != "wait"}
     return Hook(partial(prefetch, **words), wait)  # the other parameters are those of `prefetch`
 

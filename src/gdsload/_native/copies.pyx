@@ -75,20 +75,8 @@ cdef int differs(const uint32_t *target, const uint16_t *source, uint64_t count)
     return found != 0
 
 
-cdef void compare_piece(Job *self, const Piece *piece) noexcept nogil:
-    cdef uint64_t done = 0, length
-    while done < piece.nbytes and not gds_load_flag(&self.differs):
-        length = min(piece.nbytes - done, <uint64_t>STEP_BYTES)
-        if differs(
-            <const uint32_t *>(piece.target + done), <const uint16_t *>(piece.source + done // 2),
-            length // 4,
-        ):
-            gds_store_flag(&self.differs, 1)
-        done += length
-
-
-cdef int64_t copy_piece(const Piece *piece, int touches) noexcept nogil:
-    """Copies a piece. `touches`: first touches its pages. Returns the CPU time of touching."""
+cdef int64_t copy_piece(Job *self, const Piece *piece, int touches) noexcept nogil:
+    """Copies or compares a piece. `touches`: first touches its pages. Returns the CPU time of touching."""
     cdef uint64_t done = 0, length
     cdef int64_t took = 0
     while done < piece.nbytes:
@@ -102,6 +90,12 @@ cdef int64_t copy_piece(const Piece *piece, int touches) noexcept nogil:
                 <uint32_t *>(piece.target + done), <const uint16_t *>(piece.source + done // 2),
                 length // 4,
             )
+        elif piece.task == COMPARE:
+            if not gds_load_flag(&self.differs) and differs(
+                <const uint32_t *>(piece.target + done),
+                <const uint16_t *>(piece.source + done // 2), length // 4,
+            ):
+                gds_store_flag(&self.differs, 1)
         else:
             memcpy(piece.target + done, piece.source + done, length)
         done += length
@@ -115,17 +109,13 @@ cdef void copy_unit(Job *self, int64_t number) noexcept nogil:
     cdef CRegion *region = self.memory.region
     cdef uint64_t unit = 0, nbytes = 0
     cdef int fresh = 0, touches = 0
-    if pieces[first].task == COMPARE:  # then all of them are
-        for piece in range(first, end):
-            compare_piece(self, &pieces[piece])
-        return
     if region != NULL and region.base <= pieces[first].target < region.base + region.length:
         unit = <uint64_t>(pieces[first].target - region.base) // UNIT_BYTES
         fresh = not gds_load_flag(&region.touched[unit])
         # Of a unit of small pages, an earlier call has touched those that it copied to.
         touches = not (fresh and touch_huge(self.first_touch, &self.memory, unit))
     for piece in range(first, end):
-        took += copy_piece(&pieces[piece], touches)
+        took += copy_piece(self, &pieces[piece], touches)
         nbytes += pieces[piece].nbytes
     if fresh and touches:
         note_small(&self.memory, unit)

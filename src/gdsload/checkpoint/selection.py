@@ -147,6 +147,11 @@ def is_single(names: object) -> bool:
     return isinstance(names, (str, re.Pattern)) or callable(names)
 
 
+def repeatable(names: Names) -> Names:
+    """The same choices, also the second time: an iterator gives them once."""
+    return names if names is None or is_single(names) else tuple(names)  # type: ignore[arg-type]
+
+
 def chosen(tensors: Mapping[str, TensorInfo], names: Names, source: str) -> list[TensorInfo]:
     """The tensors that fit, each once: in the order of the choices, and for each in file order.
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.checkpoint.selection import is_single
+from gdsload.checkpoint.selection import repeatable
 from gdsload.errors import CheckpointError, GdsloadError, StallError
 from gdsload.loading import claims
 from gdsload.loading.session import Session, verifier_of
@@ -121,7 +121,7 @@ class Prefetch(quiesce.Holder):
         # A load follows that wants all of a checkpoint that it has opened already.
         self._whole_bytes = 0 if checkpoint is None else checkpoint.total_bytes
         # A list may change, and an iterator end, before the thread reads it.
-        self._names = names if names is None or is_single(names) else tuple(names)  # type: ignore[arg-type]
+        self._names = repeatable(names)
         self._limit_bytes = limit_bytes
         self._checkpoint = checkpoint  # the caller's, who closes it
         self._offer = claims.Offer(source, keep=keep)

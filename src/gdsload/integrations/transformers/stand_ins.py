@@ -99,7 +99,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         top = os.path.join(outer, _name_of(url))
         folder = Path(top, subfolder)
         folder.mkdir(parents=True, exist_ok=True)
-        others = _fetch(source, folder, variant)
+        weights = _fetch(source, folder, variant)
         urls, checkpoints = {top: url}, []
         has_adapter = (folder / "adapter_config.json").exists()
         # Without a config of its own, an adapter is for a model in another place.
@@ -108,13 +108,13 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
                 checkpoint = stack.enter_context(opened(url, subfolder=subfolder, variant=variant))
             except CheckpointNotFound:
                 # Perhaps only a tokenizer, or weights of another format, which transformers names.
-                if _has_weights(source) or not any(folder.iterdir()):
+                if weights or not any(folder.iterdir()):
                     raise
             else:
                 checkpoints.append(checkpoint)
                 urls |= _placed(checkpoint, directory, folder)
                 stack.enter_context(held(opened_before, checkpoint))
-        others -= {shard.name for checkpoint in checkpoints for shard in checkpoint.shards}
+        others = weights - {shard.name for each in checkpoints for shard in each.shards}
         for name in [_ADAPTER] * has_adapter + _extra_files(folder, others):
             if not (folder / name).exists():
                 with suppress(CheckpointNotFound):
@@ -199,12 +199,6 @@ def _small(source: RemoteDirectory, name: str) -> bytes:
         return file.read(0, file.size)
     finally:
         file.close()
-
-
-def _has_weights(source: RemoteDirectory) -> bool:
-    with suppress(CheckpointError):
-        return any(name.endswith(".safetensors") for name in source.names())
-    return False
 
 
 def rename(loaded: Any, top: str, url: str) -> None:
