@@ -18,7 +18,7 @@ import torch
 import gdsload
 from gdsload._native.first_touch import MODES
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import CheckpointError, ReadError
+from gdsload.errors import CheckpointError, PlacementError, ReadError
 from gdsload.loading import page_cache_fill, session as session_module
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
@@ -26,6 +26,7 @@ from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
+from gdsload.system import available
 from storage import kept_warm
 
 
@@ -213,6 +214,36 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
     assert io_modes(report) <= {"direct", "direct bounced"}
     assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of 12,")
     assert page_cache.resident_bytes(path) < report.wanted_bytes // 2
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
+def test_file_that_has_no_room_in_memory_is_mapped(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (page_cache_fill, available):
+        monkeypatch.setattr(module, "available_bytes", lambda: 12_000_000)
+    monkeypatch.setattr(available, "SPARE_BYTES", 4_000_000)
+    for asked in ({"cache": "direct"}, {"page_cache": "keep"}):
+        with pytest.raises(PlacementError, match="are missing"):
+            gdsload.load_file(path, **asked)
+    got = gdsload.load_file(path)
+    report = gdsload.last_report()
+    assert report.paths == {"mapped": report.wanted_bytes}
+    assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of 12,")
+    assert report.refusals["memory"].endswith("are missing; the files are mapped instead")
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
+def test_prefetch_that_has_no_room_in_memory_is_refused_and_its_load_maps(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (page_cache_fill, available):
+        monkeypatch.setattr(module, "available_bytes", lambda: 4_000_000)
+    with gdsload.prefetch(path) as ahead:
+        with pytest.raises(PlacementError, match="are missing"):
+            ahead.wait(60)
+        got = gdsload.load_file(path)
+    assert gdsload.last_report().paths == {"mapped": 10_000_000}
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
 

@@ -32,7 +32,7 @@ from gdsload.system.storage import fill_request_bytes, read_ahead_bytes
 ROOM_SHARE = 1.25
 # A load of less than this share of a checkpoint does not fill the page cache unless it is asked to:
 # ranks and filters read their share, and no byte beside it.
-MOST_SHARE = 0.9
+FILL_SHARE = 0.9
 # Up to this size a cold checkpoint is read into the page cache without a backend: opening one and
 # its threads takes longer (benchmarks/test_micro.py: equal at 2 MB).
 SMALL_BYTES = 2 << 20
@@ -40,7 +40,7 @@ SMALL_BYTES = 2 << 20
 # direct reads are faster: twice with 16 KiB.
 LEAST_READ_AHEAD = 128 << 10
 # If less of the files was in the page cache before, the report does not tell it.
-LEAST_SHARE = 0.01
+REPORTED_SHARE = 0.01
 # The report of a load some of whose reads fill it, and others do not.
 ONLY_SOME = "filled by some reads only"
 # Options of the backend posix that only reads past the page cache have.
@@ -52,6 +52,7 @@ class PageCacheFill:
 
     Attributes:
         small: Whether the checkpoint is so small that it is filled without a backend.
+        lacks_room: Whether it was decided against because memory has too little room.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: ReadSettings) -> None:
@@ -65,6 +66,7 @@ class PageCacheFill:
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not checkpoint.remote
         self.small = may_fill and self._total_bytes <= SMALL_BYTES
         self._decided: bool | None = None  # None: not yet
+        self.lacks_room = False
         self._text = ""  # for the report
 
     def active(self, past_cache: str = "") -> bool:
@@ -102,7 +104,7 @@ class PageCacheFill:
         self._decided = True
         self._text = f"filled: it has room for {nbytes:,} bytes"
         files = [(each.fd, each.size) for each in self._checkpoint.shards]
-        if (found := page_cache.resident_share(files)) >= LEAST_SHARE:
+        if (found := page_cache.resident_share(files)) >= REPORTED_SHARE:
             self._text += f", about {found:.0%} of the files were in it"
 
     def refuse(self, reason: str) -> None:
@@ -128,6 +130,7 @@ class PageCacheFill:
             return f"the files are on {distant}"
         available = available_bytes()
         if available is not None and nbytes * ROOM_SHARE + beside_bytes > available:
+            self.lacks_room = True
             beside = f" and {beside_bytes:,} for parameters" if beside_bytes else ""
             return f"{nbytes:,} bytes{beside} leave too little of {available:,} available bytes"
         if "fuseblk" in map(kind_of_device, {shard.identity.dev for shard in shards}):
@@ -137,7 +140,7 @@ class PageCacheFill:
     def _why_only_if_asked(self, nbytes: int) -> str:
         if self._read_ahead is not None and self._read_ahead < LEAST_READ_AHEAD:
             return f"a read-ahead of {self._read_ahead:,} bytes is too short for the disk"
-        if nbytes < MOST_SHARE * self._total_bytes:
+        if nbytes < FILL_SHARE * self._total_bytes:
             return f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
         if self._past:
             return f"{', '.join(self._past)} in `options` are of reads past it"

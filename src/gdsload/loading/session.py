@@ -12,14 +12,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.memory import Region
 from gdsload._native.ranges import bytes_of
 from gdsload.backends import Backend, Registration, choose
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import BackendUnavailable, CheckpointError
+from gdsload.errors import BackendUnavailable, CheckpointError, PlacementError
 from gdsload.loading.accounting import record_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
 from gdsload.loading.io_mode import ShardAccess
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from gdsload.memory.host_pool import HostPool
 
 # Memory of one read in a plan, and the number of reads that fits everywhere.
-READ_BYTES = 256
+PLANNED_READ_BYTES = 256
 _FEW_READS = 100_000
 
 
@@ -73,6 +73,17 @@ def remote_backend_of(checkpoint: Checkpoint) -> str:
     return ""
 
 
+def _by_shard(
+    ranges: Sequence[ByteRange], without: Container[str] = ()
+) -> dict[int, list[ByteRange]]:
+    """The ranges of each shard, but for those of these names."""
+    found: dict[int, list[ByteRange]] = defaultdict(list)
+    for each in ranges:
+        if each.name not in without:
+            found[each.shard].append(each)
+    return found
+
+
 def _into_page_cache(shard: int, offset: int, length: int) -> str:
     """The I/O mode of reads that fill the page cache."""
     return "mapped"
@@ -82,10 +93,10 @@ def require_room_to_plan(nbytes: int, limits: Limits) -> None:
     """Raises PlacementError if the plan itself would not fit into memory."""
     reads = nbytes // limits.max_request
     if reads > _FEW_READS:
-        require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
+        require_room(reads * PLANNED_READ_BYTES, "bytes are needed to plan the reads")
 
 
-class Session:
+class Session(quiesce.Holder):
     """The open files and the backend of one checkpoint. Close it after its last batch."""
 
     def __init__(
@@ -205,17 +216,23 @@ class Session:
         A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
         are there. `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads
         into the page cache are one window in any case. `past_cache`: why these reads had better not
-        fill it; if the caller of the load asked for that, they do so in any case.
+        fill it; if the caller of the load asked for that, they do so in any case. What has no room
+        in memory is mapped, if it may be, and read when it is used.
         """
+
+        def plan_rest() -> ReadPlan:
+            to_read = [each for each in ranges if each.name not in views] if views else ranges
+            if not to_read:
+                return ReadPlan()
+            return self.plan(to_read, window_bytes=window_bytes, past_cache=past_cache)
+
         with self.report.phase("plan"):
             try:
                 views = self._views_of(ranges)
-                to_read = [each for each in ranges if each.name not in views] if views else ranges
-                plan = (
-                    self.plan(to_read, window_bytes=window_bytes, past_cache=past_cache)
-                    if to_read
-                    else ReadPlan()
-                )
+                plan = plan_rest()
+                if self._has_no_room(plan):
+                    views |= self._mapped_views(_by_shard(ranges, views))
+                    plan = plan_rest()
             except BaseException:
                 self.claims_of(each.name for each in ranges)  # no batch takes these claims
                 raise
@@ -261,14 +278,29 @@ class Session:
         return views
 
     def _in_page_cache(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
-        by_shard: dict[int, list[ByteRange]] = defaultdict(list)
-        for each in ranges:
-            by_shard[each.shard].append(each)
+        by_shard = _by_shard(ranges)
         if current_pool() is None:
             self._access.fill_if_small(by_shard)
+        warm = {s: members for s, members in by_shard.items() if self._access.mapped(s, members)}
+        return self._mapped_views(warm)
+
+    def _has_no_room(self, plan: ReadPlan) -> bool:
+        """Whether memory is too small for what a load that may map files would read to it. A
+        prefetch is refused instead: mapping would read nothing."""
+        if not (self._access.fill.lacks_room and self._claiming):
+            return False
+        try:
+            require_room(plan.buffer_bytes)
+        except PlacementError as error:
+            self.report.refusals["memory"] = f"{error}; the files are mapped instead"
+            return True
+        return False
+
+    def _mapped_views(self, ranges_of: Mapping[int, Sequence[ByteRange]]) -> dict[str, BufferView]:
+        """Views of mappings, for ranges by shard. Shards that cannot be mapped are left out."""
         views: dict[str, BufferView] = {}
-        for shard, members in by_shard.items():
-            if self._access.mapped(shard, members) and self._can_map(shard):
+        for shard, members in ranges_of.items():
+            if self._can_map(shard):
                 region = self.mapping_of(shard)
                 for each in members:
                     views[each.name] = BufferView(region, each.offset)
@@ -372,9 +404,6 @@ class Session:
                 backend.close()
             self._mapped.clear()
             self._pooled.clear()
-
-    def resume(self) -> None:
-        """Does nothing: the next batch opens what it needs."""
 
     def close(self) -> None:
         """Closes the backend and the files. Mappings live on in their tensors.

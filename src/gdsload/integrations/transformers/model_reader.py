@@ -38,7 +38,7 @@ from gdsload.integrations.transformers.stand_ins import opened_as, opened_before
 from gdsload.integrations.transformers.tied_weights import TiedWeights
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
-from gdsload.loading.page_cache_fill import MOST_SHARE
+from gdsload.loading.page_cache_fill import FILL_SHARE
 from gdsload.loading.session import Session, verifier_of
 from gdsload.loading.settings import ReadSettings
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
@@ -132,7 +132,7 @@ class ModelReader:
             Misfit: transformers' internals are not as expected.
             BackendUnavailable, PlacementError, ReadError
         """
-        with self.report.phase("label"), collector_paused():
+        with self.report.phase("load plan"), collector_paused():
             try:
                 plan = load_plan_of(
                     model,
@@ -157,7 +157,7 @@ class ModelReader:
         buffer_bytes = sum(buffer.nbytes for buffer in plan.buffers)
         self.session.expect(read_bytes + written_bytes, buffer_bytes)
         # Reads of a part into the page cache read bytes beside it, which windows read as well.
-        in_part = read_bytes < MOST_SHARE * (read_bytes + written_bytes)
+        in_part = read_bytes < FILL_SHARE * (read_bytes + written_bytes)
         devices = sorted(set(plan.devices.values()))
         shared = self._shared_device()
         if not devices and not reaches(reading.backend, DRAM):
