@@ -151,7 +151,7 @@ _in_callback: ContextVar[bool] = ContextVar("gdsload.in_callback", default=False
 _loop_turns: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakValueDictionary()
 
 
-def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+def _in_turn(source: str | os.PathLike[str], device: Any, /, *args: Any, **kwargs: Any) -> Any:
     turn = _turn
     callback: Any = kwargs.get("on_module_ready")
 
@@ -168,17 +168,28 @@ def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     while not turn.acquire(timeout=0.1):
         check()  # raises if this load was cancelled
     try:
-        return from_pretrained(source, *args, **kwargs)
+        with nullcontext() if device is None else device:
+            return from_pretrained(source, *args, **kwargs)
     finally:
         turn.release()
+
+
+def _default_device() -> Any:
+    """torch's default device, which belongs to a thread; None if nobody can have set one."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "get_default_device"):  # not imported, or another thread is at it
+        return None
+    device = torch.get_default_device()
+    return None if device.type == "cpu" else device
 
 
 async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     """`gdsload.from_pretrained` for `await`: the event loop runs while the model loads.
 
-    The load runs in a thread of the loop's executor, with the context variables of the caller;
-    `on_module_ready` is called there. Loads run one after the other, because transformers changes
-    state of the whole process while it builds a model; during a callback, others may run.
+    The load runs in a thread of the loop's executor, with the context variables and torch's default
+    device of the caller; `on_module_ready` is called there. Loads run one after the other, because
+    transformers changes state of the whole process while it builds a model; during a callback,
+    others may run.
 
     Cancelling the awaiting task ends the reads and frees what was loaded before CancelledError is
     raised here: at the next tensor, or, while Python imports or transformers reads by itself, when
@@ -204,7 +215,7 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
         lock = _loop_turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
-        loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
+        loading = _in_executor(stop.run, _in_turn, source, _default_device(), *args, **kwargs)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:

@@ -229,6 +229,18 @@ def test_load_waits_for_one_of_another_event_loop(source: Path) -> None:
         other.result()
 
 
+def test_default_device_of_the_caller_is_that_of_the_load(source: Path) -> None:
+    """torch keeps it for each thread. transformers refuses "meta", and nothing else here differs
+    from the CPU."""
+    refused: Any = pytest.raises((RuntimeError, ValueError), match="meta device")
+    with torch.device("meta"):
+        with refused:
+            gdsload.from_pretrained(source)
+        with refused:
+            asyncio.run(gdsload.afrom_pretrained(source))
+    assert asyncio.run(gdsload.afrom_pretrained(source)).device.type == "cpu"
+
+
 def test_error_of_a_load_is_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing"):
         asyncio.run(gdsload.afrom_pretrained(str(tmp_path / "nothing")))

@@ -27,6 +27,7 @@ from gdsload.backends.registry import register_backend
 from gdsload.events import Event, LoadEnded
 from gdsload.integrations.transformers import hooks, load_plan
 from gdsload.integrations.transformers.model_reader import ModelReader
+from gdsload.system.gc_control import IMPORT_THRESHOLD
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,52 @@ def test_skipped_tensors_are_not_read(qwen: Path) -> None:
     assert stock_info == our_info
     stock.score.weight, ours.score.weight = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     assert tinymodels.differences(stock, ours) == []
+
+
+def test_pipeline_ends_with_the_first_error(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would load the model again in float32, and succeed."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    start, calls = ModelReader.__init__, []
+
+    def broken_once(*args: Any, **named: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            raise gdsload.errors.ReadError("broken once")
+        start(*args, **named)
+
+    monkeypatch.setattr(ModelReader, "__init__", broken_once)
+    with gdsload.accelerated():
+        with pytest.raises(gdsload.errors.ReadError, match="broken once"):
+            transformers.pipeline("text-generation", model=str(qwen), tokenizer=tokenizer)
+        assert len(calls) == 1
+        made = transformers.pipeline("text-generation", model=str(qwen), tokenizer=tokenizer)
+    assert gdsload.last_report().integration == FIRST and made.model.dtype == torch.float32
+
+
+@pytest.mark.skipif(not NEW, reason="4.57 opens files with safe_open wherever they are")
+def test_files_of_hf_mount_are_not_mapped(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(transformers.modeling_utils, "_is_on_hf_mount"):
+        pytest.skip("this transformers maps them as well")
+    gdsload.from_pretrained(qwen)
+    assert set(gdsload.last_report().paths) == {"mapped"}
+    monkeypatch.setattr(transformers.modeling_utils, "_is_on_hf_mount", lambda _: True)
+    for cache in ("auto", "mapped"):
+        with gdsload.accelerated(cache=cache):
+            gdsload.from_pretrained(qwen)
+        assert not any("mapped" in path for path in gdsload.last_report().paths)
+
+
+def test_garbage_is_collected_during_a_load(qwen: Path) -> None:
+    before, seen = gc.get_threshold(), set()
+    gdsload.from_pretrained(
+        qwen, on_module_ready=lambda *_: seen.add((gc.isenabled(), gc.get_threshold()[0]))
+    )
+    assert gc.get_threshold() == before
+    assert all(enabled for enabled, _ in seen)
+    if NEW:
+        assert (True, max(IMPORT_THRESHOLD, before[0])) in seen
 
 
 @pytest.mark.skipif(not NEW, reason="transformers 4.57 says what it wants shard by shard")

@@ -7,8 +7,9 @@ stay, with a thousand passes over them: 3.5 s beside a prefetch, and 3.0 s with 
 
 The collector belongs to the process. While a load parses, plans or hands out tensors, garbage of
 other threads is not collected; if it created many objects, all objects of the process move to the
-oldest generation; while a prefetch is open, the threshold of the youngest generation is 10,000. A
-collector that is off, frozen objects and a higher threshold are left as they are.
+oldest generation; while a prefetch is open or transformers loads, the threshold of the youngest
+generation is 10,000. A collector that is off, frozen objects and a higher threshold are left as
+they are.
 """
 
 from __future__ import annotations
@@ -47,6 +48,23 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
         if _pausing:  # not in a child that was forked meanwhile
             _pausing.pop()
+
+
+@contextmanager
+def collector_eased() -> Iterator[None]:
+    """Makes the collector run less often. For steps that take long: garbage of other threads is
+    still collected."""
+    thresholds = gc.get_threshold()
+    eased = (IMPORT_THRESHOLD, *thresholds[1:])
+    if not 0 < thresholds[0] < IMPORT_THRESHOLD:
+        yield
+        return
+    gc.set_threshold(*eased)
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == eased:  # else the application has set others meanwhile
+            gc.set_threshold(*thresholds)
 
 
 def ease_imports() -> None:

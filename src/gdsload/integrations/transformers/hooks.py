@@ -5,9 +5,9 @@
     stock      transformers reads by itself
     load_file  other libraries call functions of safetensors (`other_libraries`)
 
-The first one that fits is used. The report says which and why; the log says it once if it is not
-the first. Callers that did not ask for gdsload (other threads, other loads) get the originals. Not
-responsible for the replacements inside a load (`patches`).
+The first one that fits is used. The report says which; for `safe_open` and `stock` it says why,
+and so does the log, once. Callers that did not ask for gdsload (other threads, other loads) get the
+originals. Not responsible for the replacements inside a load (`patches`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from gdsload.errors import BackendUnavailable, safetensors_errors
+from gdsload.errors import BackendUnavailable, GdsloadError, safetensors_errors
 from gdsload.integrations.transformers import module_callbacks
 from gdsload.integrations.transformers.lazy_slices import OpenedFile
 from gdsload.integrations.transformers.model_reader import ModelReader, Options
@@ -49,7 +49,7 @@ from gdsload.integrations.transformers.stand_ins import (
 )
 from gdsload.remote.urls import is_url, shown_source
 from gdsload.report import LoadReport
-from gdsload.system.gc_control import collector_paused
+from gdsload.system.gc_control import collector_eased
 from gdsload.system.lifecycle import fork_safe_lock
 
 log = logging.getLogger("gdsload")
@@ -70,6 +70,8 @@ outer_report: ContextVar[LoadReport | None] = ContextVar("gdsload.report", defau
 _opener: ContextVar[Callable[[str, Any], OpenedFile] | None] = ContextVar(
     "gdsload.opener", default=None
 )
+# The errors of loads inside `transformers.pipeline`.
+_failures: ContextVar[list[GdsloadError] | None] = ContextVar("gdsload.failures", default=None)
 
 
 class Installed:
@@ -108,7 +110,8 @@ def note(report: LoadReport, path: str, reason: str = "") -> None:
 
 def unmapped(options: Options) -> Options:
     """The options for a caller that wants no file mapped."""
-    return options.with_reading(cache="buffered") if options.reading.cache == "auto" else options
+    maps = options.reading.cache in ("auto", "mapped")
+    return options.with_reading(cache="buffered") if maps else options
 
 
 @contextmanager
@@ -142,7 +145,9 @@ def _load(
     load: Call, model: Any, files: list[str], config: Any, options: Options, report: LoadReport
 ) -> Any:
     """`_load_pretrained_model` of transformers 5; `load(state_dict)` calls the original."""
-    if getattr(config, "disable_mmap", False):
+    # transformers maps no file of hf-mount, which may hang in page faults.
+    on_hf_mount = getattr(sys.modules[_MODELING], "_is_on_hf_mount", lambda _: False)
+    if getattr(config, "disable_mmap", False) or any(map(on_hf_mount, files)):
         options = unmapped(options)
     try:
         with ExitStack() as stack:
@@ -164,7 +169,7 @@ def _load(
         callbacks = module_callbacks.current.get()
         if callbacks is not None and f"{_LOADING}.{SET_PARAM}" not in patcher.misfits:
             callbacks.begin(model, config)
-        with held(running, reader), report.phase("transformers"), collector_paused():
+        with held(running, reader), report.phase("transformers"), collector_eased():
             result = load(reader.slices())
         reader.finish()
         return result
@@ -235,7 +240,7 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
             title = getattr(config, "pretrained_model_name_or_path", None)
             is_quantized = config.is_quantized
         title = shown_source(original_of(title or (files or ["?"])[0]))
-        with safetensors_errors(), reported(str(title)) as report:
+        with _remembered(), safetensors_errors(), reported(str(title)) as report:
             is_zero3 = module.is_deepspeed_zero3_enabled() and not is_quantized
             reason = refusal(state_dict, files, is_zero3)
             if reason:
@@ -245,6 +250,43 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
 
     replacement: Any = classmethod(wrapper) if bound else staticmethod(wrapper)
     yield Replacement(base, _LOAD, replacement)
+
+
+@contextmanager
+def _remembered() -> Iterator[None]:
+    """Remembers an error for `transformers.pipeline`, and raises an earlier one again."""
+    failures = _failures.get()
+    if failures:
+        raise failures[0]
+    try:
+        yield
+    except GdsloadError as error:
+        if failures is not None:
+            failures.append(error)
+        raise
+
+
+def _in_pipeline(function: str) -> Patch:
+    """Ends a pipeline with the first error of a load. transformers would try the load again in
+    float32, and other classes after that, as if the model were the reason."""
+
+    def replacements(module: ModuleType) -> Iterator[Replacement]:
+        original = function_of(module, function)
+
+        @functools.wraps(original)
+        def load_model(*args: Any, **named: Any) -> Any:
+            failures: list[GdsloadError] = []
+            try:
+                with held(_failures, failures):
+                    return original(*args, **named)
+            except ValueError:
+                if failures:
+                    raise failures[0] from None
+                raise
+
+        yield Replacement(module, function, load_model)
+
+    return Patch(function, replacements, optional=True)
 
 
 def _patch_old_shard(module: ModuleType) -> Iterator[Replacement]:
@@ -358,6 +400,10 @@ patcher = Patcher(
             Patch(_DISTRIBUTED, _patch_distributed, optional=True),  # since transformers 5.23
         ),
         _LOADING: LOADING_PATCHES,
+        "transformers.pipelines": (
+            _in_pipeline("load_model"),
+            _in_pipeline("infer_framework_load_model"),  # before transformers 5
+        ),
         "transformers.models.auto.auto_factory": (_from_url("_BaseAutoModelClass"),),
         # It reads the metadata of files, also of stand-ins.
         "transformers.quantizers.quantizer_torchao": (
