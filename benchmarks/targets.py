@@ -206,9 +206,10 @@ def pinned_rate(share: float) -> Callable[[Result], Found]:
 
 SMALL, LARGE = "qwen3-0.6b", "qwen2.5-7b"
 # After the colon, the state of memory.
-COLD = (
-    *(f"cold-{SMALL}-states:{state}" for state in ("huge", "small", "idle")),
-    f"cold-{LARGE}-states:small",
+COLD = tuple(
+    f"cold-{model}-states:{state}"
+    for model in (SMALL, LARGE)
+    for state in ("huge", "small", "idle")
 )
 TARGETS = (
     Target("cold: the bare reader's rate", "0.95 of it", COLD, bare_rate),
