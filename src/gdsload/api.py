@@ -62,7 +62,7 @@ WINDOW_BYTES = 256 << 20
 _SAFETENSORS_MODES = {"mmap": "mapped", "pread": "buffered"}
 
 
-def native_mode(backend: str, cache: str) -> tuple[str, str]:
+def safetensors_mode(backend: str, cache: str) -> tuple[str, str]:
     """The backend and the `cache` that read like a backend of safetensors; others as they are.
     Raises ValueError if `cache` contradicts that backend."""
     mode = _SAFETENSORS_MODES.get(backend)
@@ -118,16 +118,17 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Loads the tensors of a checkpoint into the memory of a device.
 
-    Replaces `safetensors.torch.load_file`. On the CPU, a file that is completely in the page cache
-    is mapped privately and read lazily. Other files are read into the page cache and mapped if
-    there is room for them in memory; otherwise they are read into place with direct I/O.
+    Replaces `safetensors.torch.load_file`. On the CPU, a file that is in the page cache (98 %
+    of it, on network storage all) is mapped privately and read lazily. Other files are read into
+    the page cache and mapped if there is room for them in memory; otherwise they are read into
+    place with direct I/O, or mapped if there is no room for that either.
 
     Args:
         filename: A .safetensors file, a directory, an index file, or the id of a model in the
             local hub cache; or the URL of a file, an index or a directory in an object store or on
             a web server: s3://bucket/model, gs://, az://, https://, with the extra gdsload[remote].
             Credentials are read by the client from its environment variables. Nothing is downloaded
-            from a hub, and no copy is stored.
+            from a hub, and no copy is stored without `cache_dir`.
         device: Where the tensors are needed: "cpu", "cuda", "cuda:1", 1, or None for the CPU.
         backend: "auto" or the name of a backend. A named backend that cannot work is an error.
             The backends of safetensors are accepted: "mmap" is `cache` "mapped", "pread" is
@@ -200,7 +201,7 @@ def load_file(
         >>> tensors = gdsload.load_file("model", device="cuda:0")
         >>> print(gdsload.last_report().summary())
     """
-    backend, cache = native_mode(backend, cache)
+    backend, cache = safetensors_mode(backend, cache)
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
@@ -208,8 +209,8 @@ def load_file(
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
         found: list[str] = []
-        pairs = _shared(sharing, opened, slices, settings, target, "file", WINDOW_BYTES, found)
-        shared = dict(pairs)
+        arguments = (sharing, opened, slices, settings, target, "file", WINDOW_BYTES)
+        shared = dict(_shared(*arguments, found=found))
         return {name: shared[name] for name in found}
     with opened() as (session, wanted, advance):
         infos = wanted.parts
@@ -317,7 +318,7 @@ def load_into(
 
     if page_cache == "auto":
         page_cache = "keep"
-    backend, cache = native_mode(backend, cache)
+    backend, cache = safetensors_mode(backend, cache)
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify)
     only = None if device is None else device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
@@ -436,7 +437,7 @@ def stream(
         raise ValueError(f'order={order!r} must be "file" or "layers"')
     if window_bytes < 1:
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
-    backend, cache = native_mode(backend, cache)
+    backend, cache = safetensors_mode(backend, cache)
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
@@ -444,7 +445,8 @@ def stream(
     sharing = _sharing(group, shards, readers)
     opened = partial(_opened, source, settings, target, lookup, names, slices, progress, order)
     if sharing is not None:
-        return _shared(sharing, opened, slices, settings, target, order, window_bytes)
+        arguments = (sharing, opened, slices, settings, target, order, window_bytes)
+        return _shared(*arguments, held_bytes=window_bytes)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         with opened() as (session, wanted, advance):
@@ -551,10 +553,12 @@ def _shared(
     target: str,
     order: str,
     window_bytes: int,
+    *,
     found: list[str] | None = None,
+    held_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a load that the ranks of a group share. `found` gets the names that this rank
-    wants, in its order. Raises ValueError."""
+    wants, in its order; `held_bytes` limits the tensors at a time. Raises ValueError."""
     from gdsload.distribution.shared_load import NOT_COMPARED, shared_tensors
 
     if slices:
@@ -576,7 +580,7 @@ def _shared(
         window_bytes,
         target,
         settings.stall_seconds,
-        held_bytes=window_bytes if found is None else None,
+        held_bytes=held_bytes,
     )
 
 

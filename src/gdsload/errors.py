@@ -26,7 +26,7 @@ well (`safetensors_errors`). Except CheckpointUnreadable: there safetensors rais
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -49,6 +49,12 @@ def one_line(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first names or problems, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def _restored(kind: Any, safetensors: bool, args: tuple[Any, ...]) -> Any:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload.errors import one_line
+from gdsload.errors import listed, one_line
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class LoadReport:
         failure: The error that ended the load, or "".
         integration: For a model, the way into transformers: "hook", "safe_open" or "stock". For
             other libraries "load_file": they call functions of safetensors that gdsload replaces.
-        integration_reason: Why it was not "hook", or "".
+        integration_reason: Why it was "safe_open" or "stock", or "".
         modules_ready: With `on_module_ready`, whether modules were reported during the load, or at
             its end and why.
         fates: For a model and `load_into`, the number of tensors by fate: "keep" (used as they
@@ -296,8 +296,7 @@ class LoadReport:
             lines.append(f"entry point: {self.integration}{why}{fates and f'; {fates}'}")
         for kind in ("missing", "unexpected"):
             if names := getattr(self, kind):
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                lines.append(f"{kind}: {', '.join(names[:3])}{more}")
+                lines.append(f"{kind}: {listed(names, 3)}")
         lines += [f"refused: {name}: {why}" for name, why in self.refusals.items()]
         if self.failure:
             lines.append(f"failed: {self.failure}")

@@ -70,7 +70,7 @@ def test_queue_goes_on_while_bytes_that_a_prefetch_lost_are_read_anew(
     ):
         slices = {name: whole(info) for name, info in checkpoint.tensors.items()}
         gate.request(0)
-        feed = ReadaheadQueue(session, list(slices.values()), window_bytes=0)
+        feed = ReadaheadQueue(session, [*slices.values()], kept=slices)
         try:
             feed.start()
             ahead.cancel()
@@ -107,7 +107,7 @@ def test_queue_hands_out_what_a_prefetch_lost(
     ):
         slices = {name: whole(info) for name, info in checkpoint.tensors.items()}
         gate.request(0)
-        with ReadaheadQueue(session, list(slices.values()), window_bytes=0) as feed:
+        with ReadaheadQueue(session, [*slices.values()], kept=slices) as feed:
             feed.start()
             ahead.cancel()
             names = list(expected)

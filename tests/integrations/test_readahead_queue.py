@@ -129,7 +129,7 @@ def test_queue_in_a_stopped_process_does_not_report_a_stall(
 ) -> None:
     with (
         gated_session(tiny_moe_checkpoint) as (gate, session),
-        ReadaheadQueue(session, wholes(session), window_bytes=0) as feed,
+        ReadaheadQueue(session, wholes(session), kept={one.key for one in wholes(session)}) as feed,
     ):
         feed.start()
         gate.stopped = True

@@ -19,14 +19,14 @@ import tinymodels
 from gdsload.integrations.transformers import tied_weights
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.tied_weights import (
-    ASKED,
+    TIED_EQUAL,
     TiedWeights,
     surely_equal,
     tied_equal,
     twin_pairs,
 )
 
-KNOWN = hasattr(modeling_utils, ASKED)
+KNOWN = hasattr(modeling_utils, TIED_EQUAL)
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -389,7 +389,7 @@ def test_callbacks_write_to_one_of_two_twins(twins: Twins) -> None:
 
 
 def test_pairs_that_share_a_weight_are_no_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_utils, ASKED, torch.equal, raising=False)
+    monkeypatch.setattr(modeling_utils, TIED_EQUAL, torch.equal, raising=False)
 
     class Model(transformers.PreTrainedModel):
         def __init__(self) -> None:

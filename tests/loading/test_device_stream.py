@@ -313,7 +313,7 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
         ) as session,
     ):
         slices = [whole(info) for info in checkpoint.tensors.values()]
-        with ReadaheadQueue(session, slices, window_bytes=0) as queue:
+        with ReadaheadQueue(session, slices, kept={one.key for one in slices}) as queue:
             queue.start()
             deadline = time.monotonic() + PATIENCE_SECONDS
             while doubles.cuda_log["copies"] == copies:

@@ -7,7 +7,6 @@ GPU_FIELDS: tuple[tuple[str, int], ...]
 class CuFileFailure(RuntimeError):
     call: str
     code: int
-    cuda_code: int
     def __init__(self, call: str, code: int, cuda_code: int = 0) -> None: ...
 
 class NotSupported(RuntimeError): ...

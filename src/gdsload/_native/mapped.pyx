@@ -29,7 +29,7 @@ write, and not a signal that ends the process.
 
 Reads of several windows each, at different places of the file, are the fastest
 (`system.storage.fill_request_bytes`). Filesystems without large folios take the same way with small ones.
-Not responsible for: choosing between this and direct reads (`loading.io_mode`).
+Not responsible for: choosing between this and direct reads (`loading.page_cache_fill`).
 """
 
 from libc.errno cimport errno

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.base import (
+    DRAM,
+    VRAM,
     Backend,
     BackendStatus,
     Failure,
+    Memory,
     OpenFile,
     Progress,
     Registrations,
@@ -155,6 +158,28 @@ class PumpBackend(Backend):
         """Slots for the direct and the other descriptor of a file."""
         self._slots += 2
         return self._slots - 2, self._slots - 1
+
+    def prepare(
+        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
+    ) -> PumpedRequest:
+        if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
+            return self._pipeline(memory[0].what.device).prepare(transfers, files, memory)
+        targets = [
+            (
+                what.address,
+                what.length,
+                None if what.region is None else what.region.handle(),
+                entry.handle,
+            )
+            for entry in memory
+            if isinstance(what := entry.what, Memory)
+        ]
+        return PumpedRequest(self.name, self.pump, transfers, files, targets)
+
+    @property
+    def pump(self) -> Pump:
+        """The pump of loads to DRAM, opened when it is first used."""
+        raise BackendUnavailable(f"backend {self.name!r} does not reach {DRAM}")
 
     @abstractmethod
     def _open_pipeline(self, device: str) -> StagingPipeline:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,14 +29,13 @@ from gdsload.backends.base import (
     Option,
     Progress,
     Registration,
-    Registrations,
     Support,
     require_own_process,
 )
 from gdsload.backends.posix.backend import REQUEST_BYTES as SLOT_BYTES, RING_BYTES
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable, ReadError, RemoteError
-from gdsload.planning.read_plan import Limits, Transfer
+from gdsload.planning.read_plan import Limits
 from gdsload.remote.file import RemoteFile
 from gdsload.system.storage import REMOTE_DEPTH, REMOTE_REQUEST_BYTES, Storage
 from gdsload.system.threads import start_thread
@@ -133,20 +132,8 @@ class RemoteBackend(PumpBackend):
             for key in [key for key in self._failures.copy() if key[0] == number]:
                 self._failures.pop(key, None)
 
-    def prepare(
-        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
-    ) -> PumpedRequest:
-        if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
-            return self._pipeline(memory[0].what.device).prepare(transfers, files, memory)
-        pump = self._open_pump()
-        targets = [
-            (what.address, what.length, None if what.region is None else what.region.handle(), -1)
-            for entry in memory
-            if isinstance(what := entry.what, Memory)
-        ]
-        return PumpedRequest(self.name, pump, transfers, files, targets)
-
-    def _open_pump(self) -> Pump:
+    @property
+    def pump(self) -> Pump:
         if self._pump is None:
             crew = self._new_crew()
             try:

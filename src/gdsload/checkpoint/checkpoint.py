@@ -54,7 +54,7 @@ from gdsload.system.storage import distant_filesystem_of
 _FEW_SHARDS = 4  # on a disk, one thread opens them faster than several start
 
 
-class Checkpoint:
+class Checkpoint(quiesce.Holder):
     """An open checkpoint. A context manager; garbage collection closes it, too.
 
     Attributes:
@@ -334,10 +334,6 @@ class Checkpoint:
     def closed(self) -> bool:
         """Whether all files are closed."""
         return all(shard.closed for shard in self.shards)
-
-    def busy(self) -> str:
-        """For `system.quiesce`: descriptors can be released at any time."""
-        return ""
 
     def quiesce(self) -> None:
         """Closes the descriptors; each file is opened again when it is needed."""

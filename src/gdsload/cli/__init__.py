@@ -50,8 +50,8 @@ def main(ctx: click.Context) -> None:
 def doctor(path: str | None, as_json: bool) -> int:
     """Checks every I/O path of this machine: yes, partly or no, with the reason and a hint.
 
-    PATH is a file or a directory on the storage to check. The exit code is 0 if the fastest path to
-    DRAM works, 1 if only slower ones work, 2 if none works.
+    PATH is a file or a directory on the storage to check. The exit code is 0 if every path to DRAM
+    works, 1 if only slower ones work, 2 if none works.
     """
     from gdsload.doctor import examine
 
@@ -102,7 +102,7 @@ def make_checkpoint(
     nargs=-1,
     required=True,
     type=click.UNPROCESSED,
-    metavar="[--model SOURCE [--device DEVICE]] (SCRIPT | -m MODULE) [ARGUMENT]...",
+    metavar="[--model SOURCE [--device DEVICE] [--tier TIER]] (SCRIPT | -m MODULE) [ARGUMENT]...",
 )
 @click.pass_context
 def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:

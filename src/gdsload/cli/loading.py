@@ -1,6 +1,6 @@
 """The command `load`: loads, measures, and compares the result with the safetensors library.
 
-torch is imported here, before the first measured load, and by no other command.
+torch is imported here, before the first measured load.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load(
         if cold and checkpoint.remote:
             raise click.UsageError("--cold is for files of this machine")
     try:
-        api.native_mode(backend, cache)
+        api.safetensors_mode(backend, cache)
     except ValueError as error:  # they contradict each other
         raise click.UsageError(str(error)) from error
     import torch  # noqa: F401  not part of the measured time of the first load

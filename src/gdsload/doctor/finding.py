@@ -43,10 +43,10 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0: the fastest I/O path to DRAM works; 1: only slower ones work; 2: none works.
+        """0: every path to DRAM works; 1: only slower ones work; 2: none works.
 
-        The fastest path is direct I/O with the first engine. Direct I/O that could not be tried is
-        assumed to work.
+        Every path works if the first engine and direct I/O do. Direct I/O that could not be tried
+        is assumed to work.
         """
         verdicts = {each.name: each.verdict for each in self.findings}
         works = [verdicts.get(f"engine {engine}") == YES for engine in ENGINES]
@@ -75,7 +75,7 @@ class Diagnosis:
 
 _NAME_COLUMNS = 24  # longer names, such as paths, do not widen the column
 _CONCLUSIONS = (
-    f"The fastest path to DRAM works: direct reads by engine {ENGINES[0]}.",
+    f"Every path to DRAM works: reads by engine {ENGINES[0]}, into the page cache and past it.",
     "Only slower paths to DRAM work: see the lines above that are not yes.",
     "No path to DRAM works: no engine can read here.",
 )

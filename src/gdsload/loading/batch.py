@@ -57,7 +57,6 @@ def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch
 class Batch:
     """Byte ranges that are being read: their memory, one request, and its result."""
 
-    memory_of: ClassVar[type[HostBuffers]] = HostBuffers
     ahead: ClassVar[bool] = False  # True: the reads yield to those of a load
 
     def __init__(
@@ -65,7 +64,6 @@ class Batch:
         session: Session,
         plan: ReadPlan,
         views: dict[str, BufferView],
-        memory: list[Memory] | None = None,
         *,
         slices: Sequence[TensorSlice] = (),
     ) -> None:
@@ -75,7 +73,6 @@ class Batch:
             session: The open session. Its checkpoint stays open until `release`.
             plan: The reads, from `Session.arrange`.
             views: Ranges that need no read, from `Session.arrange`. The batch adds its own.
-            memory: One entry for each target of the plan. None: the batch takes host memory.
             slices: The tensor slices of the ranges, for a batch that reads into tensors.
         """
         self.session = session
@@ -98,7 +95,7 @@ class Batch:
         if plan.transfers:
             try:
                 with session.report.phase("prepare"):
-                    self._post(self._take_memory() if memory is None else memory)
+                    self._post(self._take_memory())
             except BaseException:
                 self.release()
                 raise
@@ -107,12 +104,11 @@ class Batch:
         """Makes the tensors that are read into, if they are made before the reads."""
 
     def _take_memory(self) -> list[Memory]:
-        """Memory for each target of the plan."""
-        own = self.memory_of is not HostBuffers or not self.session.uses_pool
-        pool = None if own else current_pool()
+        """Memory for each target of the plan; views of what is read to it are added to `views`."""
+        pool = current_pool() if self.session.uses_pool else None
         intake = None if pool is None else pool.allocate(self.plan)
         self._end_intake = None if intake is None else intake.end
-        return self._in_buffers(intake or self.memory_of(self.plan, None, self.session.mapping_of))
+        return self._in_buffers(intake or HostBuffers(self.plan, None, self.session.mapping_of))
 
     def _in_buffers(self, buffers: HostBuffers | PoolBuffers) -> list[Memory]:
         """The memory of these buffers; their views are added to those of the batch."""

@@ -14,7 +14,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from gdsload.errors import CheckpointError, PlacementError, shown
+from gdsload.errors import CheckpointError, PlacementError, listed, shown
 from gdsload.memory.tensors import packed_shape, torch_dtype_of
 from gdsload.planning.tensor_slices import WantedTensor
 
@@ -29,7 +29,7 @@ Targets: TypeAlias = (
 Place: TypeAlias = "str | tuple[str, Any] | None"
 Rename: TypeAlias = "Mapping[str, Place] | Callable[[str], Place] | None"
 
-_MOST_NAMED = 5  # problems in one message
+MOST_NAMED = 5  # problems in one message
 
 
 class Destination(NamedTuple):
@@ -156,8 +156,7 @@ def matched(
             part = part.unsqueeze(dimension)
         found.append(Destination(each, name, part, device_of(target)))
     if wrong:
-        more = f", and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        raise CheckpointError("; ".join(wrong[:_MOST_NAMED]) + more)
+        raise CheckpointError(listed(wrong, MOST_NAMED, "; "))
     kept, aliases = _without_aliases(found)
     _require_apart([each for each in kept if each.tensor.numel()])
     missing = _missing(found, aliases, targets)
@@ -169,9 +168,7 @@ def require_all(source: str, missing: Sequence[str], unexpected: Sequence[str]) 
     facts = []
     for names, text in ((missing, "has nothing for"), (unexpected, "has no target for")):
         if names:
-            listed = ", ".join(shown(name) for name in names[:_MOST_NAMED])
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            facts.append(f"{text} {listed}{more}")
+            facts.append(f"{text} {listed([*map(shown, names)], MOST_NAMED)}")
     if facts:
         raise CheckpointError(
             f"{source}: the checkpoint {'; it '.join(facts)} (strict=False allows it)",

@@ -114,9 +114,7 @@ class BlockBatch(Batch):
     """Whole tensors that are being read into blocks of the device, before torch is imported."""
 
     def _take_memory(self) -> list[Memory]:
-        views, memory = in_blocks(self.session, self.plan)
-        self.views.update(views)
-        return memory
+        return in_blocks(self)
 
     def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
         return read_to_blocks(self.session, ranges)
@@ -163,17 +161,18 @@ def _check(
 def read_to_blocks(session: Session, ranges: Sequence[ByteRange]) -> Batch:
     """Posts reads into blocks of the session's device that belong to no tensor yet. Raises
     PlacementError if the device is too full."""
-    plan = session.plan(ranges)
-    return Batch(session, plan, *in_blocks(session, plan))
+    return BlockBatch(session, session.plan(ranges), {})
 
 
-def in_blocks(session: Session, plan: ReadPlan) -> tuple[dict[str, BufferView], list[Memory]]:
-    """Blocks of the session's device for a plan: a view for each range, and the memory of each
-    target. Raises PlacementError if the device is too full."""
-    views = device_buffers.take(gpu.ordinal_of(session.device), plan.ranges)
+def in_blocks(batch: Batch) -> list[Memory]:
+    """Blocks of the device as the memory of a batch, which gets a view for each range. Raises
+    PlacementError if the device is too full."""
+    device, plan = batch.session.device, batch.plan
+    views = device_buffers.take(gpu.ordinal_of(device), plan.ranges)
+    batch.views.update(views)
     starts = {view.region: view.region.address for view in views.values()}
     addresses = {name: starts[block] + offset for name, (block, offset) in views.items()}
-    return views, memory_of(session.device, plan, addresses, list(starts))
+    return memory_of(device, plan, addresses, list(starts))
 
 
 @collector_paused()

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
 from gdsload.backends.base import Memory
-from gdsload.errors import GdsloadError, PartialLoad, StallError, shown
+from gdsload.errors import GdsloadError, PartialLoad, StallError, listed, shown
 from gdsload.loading.batch import Batch
-from gdsload.loading.destinations import Destination
+from gdsload.loading.destinations import MOST_NAMED, Destination
 from gdsload.loading.session import Session
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, CopyPart, WindowWriter
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange, ReadPlan, ranges_of
 
 COMPLETE, UNDEFINED, UNCHANGED = "complete", "undefined", "unchanged"
-_MOST_NAMED = 5
 
 
 class TargetBatch(Batch):
@@ -86,13 +85,11 @@ def partial_load(
     }
     if len(names[UNCHANGED]) == len(states):
         return None
-    undefined = ", ".join(shown(name) for name in names[UNDEFINED][:_MOST_NAMED])
-    more = len(names[UNDEFINED]) - _MOST_NAMED
+    undefined = listed([*map(shown, names[UNDEFINED])], MOST_NAMED)
     return PartialLoad(
         f"{source}: the load into existing tensors failed: {error}. {len(names[COMPLETE])} tensors"
         f" are complete, {len(names[UNCHANGED])} are unchanged, and {len(names[UNDEFINED])} hold"
-        f" undefined bytes{': ' if undefined else ''}{undefined}"
-        f"{f' and {more} more' if more > 0 else ''}",
+        f" undefined bytes{': ' if undefined else ''}{undefined}",
         **names,
     )
 

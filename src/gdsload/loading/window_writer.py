@@ -106,7 +106,7 @@ class WindowWriter:
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
-        """Reads nothing before `advance`.
+        """Reads nothing before `copy_next`.
 
         Args:
             session: Reads to its device, from where the tensors are copied.

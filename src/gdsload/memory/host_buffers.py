@@ -1,8 +1,9 @@
 """Host buffers: memory that is read into or mapped.
 
-Each target of a read plan is one anonymous region. Its addresses are congruent to the file offsets,
-so that direct reads need no copy. Not responsible for the tensors that view it (`memory.tensors`),
-and for memory kept between loads (`memory.host_pool`).
+Each target of a read plan is one anonymous region, or, if its reads fill the page cache, part of
+the mapping of its shard. Addresses are congruent to the file offsets, so that direct reads need no
+copy. Not responsible for the tensors that view it (`memory.tensors`), and for memory kept between
+loads (`memory.host_pool`).
 """
 
 from __future__ import annotations

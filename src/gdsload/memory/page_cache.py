@@ -85,8 +85,8 @@ def estimated_bytes(fd: int, offset: int, length: int) -> int:
     try:
         return resident_bytes(fd, offset, length)
     except OSError:
-        views = _sample_offsets(offset, length)
-        return length * sum(_readable_at_once(fd, view) for view in views) // len(views)
+        samples = _sample_offsets(offset, length)
+        return length * sum(_readable_at_once(fd, at) for at in samples) // len(samples)
 
 
 def _sample_offsets(offset: int, length: int) -> list[int]:
@@ -96,7 +96,7 @@ def _sample_offsets(offset: int, length: int) -> list[int]:
     return [offset + int(step * number) for number in range(count)]
 
 
-def _readable_at_once(fd: int, view: int) -> bool:
+def _readable_at_once(fd: int, offset: int) -> bool:
     """Whether a byte of a file can be read without waiting; False if the kernel cannot say.
 
     The call starts to read a cold page. If the page arrives while the call runs, it looks warm. The
@@ -104,7 +104,7 @@ def _readable_at_once(fd: int, view: int) -> bool:
     """
     before = _blocks_read()
     try:
-        found = os.preadv(fd, [bytearray(1)], view, os.RWF_NOWAIT) == 1
+        found = os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError:
         return False
     return found and _blocks_read() == before
@@ -129,24 +129,24 @@ def wholly_resident(fd: int, offset: int, length: int) -> bool:
 def mostly_resident(fd: int, offset: int, length: int) -> bool:
     """Whether nearly all of a range is resident. Large ranges are sampled, small ones are not."""
     if length <= SAMPLES * SAMPLE_BYTES:
-        views, size = [offset], length
+        samples, size = [offset], length
     else:
         step = (length - SAMPLE_BYTES) / (SAMPLES - 1)
-        views = [offset + int(step * number) for number in range(SAMPLES)]
+        samples = [offset + int(step * number) for number in range(SAMPLES)]
         size = SAMPLE_BYTES
     found = 0
     try:
-        for number, view in enumerate(views, start=1):
-            found += resident_bytes(fd, view, size)
+        for number, at in enumerate(samples, start=1):
+            found += resident_bytes(fd, at, size)
             if found < WARM_SHARE * size * number - size:  # cold for certain: no need to go on
                 return False
     except PermissionError:  # a file of another user: stops at the first cold page
         return length > 0 and all(
-            _readable_at_once(fd, view) for view in _sample_offsets(offset, length)
+            _readable_at_once(fd, at) for at in _sample_offsets(offset, length)
         )
     except OSError:  # residency is not available: unknown counts as cold
         return False
-    return found >= WARM_SHARE * size * len(views)
+    return found >= WARM_SHARE * size * len(samples)
 
 
 def residency(fd: int, length: int) -> str:
@@ -155,7 +155,7 @@ def residency(fd: int, length: int) -> str:
     A large file is sampled: "all" and "none" may then be wrong for a few pages.
     """
     if length > SAMPLES * SAMPLE_BYTES:
-        warm = {wholly_resident(fd, view, 1) for view in _sample_offsets(0, length)}
+        warm = {wholly_resident(fd, at, 1) for at in _sample_offsets(0, length)}
         return "some" if len(warm) > 1 else "all" if warm.pop() else "none"
     try:
         found = resident_bytes(fd, 0, length) if length else 0
@@ -174,8 +174,8 @@ def resident_share(files: Sequence[tuple[int, int]]) -> float:
     resident = 0.0
     for fd, size in files:
         count = max(SAMPLES * size // max(total, 1), 1)
-        views = [size * (2 * number + 1) // (2 * count) for number in range(count)]
-        resident += size * sum(wholly_resident(fd, view, 1) for view in views) / count
+        samples = [size * (2 * number + 1) // (2 * count) for number in range(count)]
+        resident += size * sum(wholly_resident(fd, at, 1) for at in samples) / count
     return resident / max(total, 1)
 
 

@@ -1,1 +1,1 @@
-"""Reading before a load asks: prefetches, and the claims that loads make on them."""
+"""Reading before a load asks: prefetches, and the initialisation of a GPU."""

@@ -446,7 +446,7 @@ class Prefetch(quiesce.Holder):
         imports_done()
 
     def busy(self) -> str:
-        """Reads in progress. Bytes that were read are memory, which a snapshot carries."""
+        """Internal: reads in progress. A snapshot carries bytes that were read."""
         return "" if self._ended.is_set() else f"{self.source} is being prefetched"
 
     def quiesce(self) -> None:

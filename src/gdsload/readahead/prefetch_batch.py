@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, Progress
+from gdsload.backends.base import DRAM
 from gdsload.checkpoint import Identity
 from gdsload.errors import FileChanged, PlacementError, ReadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import OfferedRange
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
-from gdsload.memory.host_buffers import BufferView, HostBuffers
+from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import (
     ByteRange,
     Location,
@@ -44,26 +45,24 @@ class PrefetchBatch(Batch):
         session: Session,
         plan: ReadPlan,
         views: dict[str, BufferView],
-        memory: list[Memory] | None = None,
     ) -> None:
         self.error: ReadError | FileChanged | None = None
         # Reentrant: a signal handler may interrupt the thread that holds it.
         self._lock = fork_safe_lock(self)
-        super().__init__(session, plan, views, memory)
+        super().__init__(session, plan, views)
 
     @classmethod
     def of(cls, session: Session, ranges: Sequence[ByteRange]) -> PrefetchBatch:
         """Posts the reads and returns at once. Raises PlacementError, before anything is read, if
         there is too little memory."""
-        if session.device == "cpu":
-            return cls(session, *session.arrange(ranges))
+        return cls(session, *session.arrange(ranges))
+
+    def _take_memory(self) -> list[Memory]:
+        if self.session.device == "cpu":
+            return super()._take_memory()
         from gdsload.loading.device_batch import in_blocks  # imported only for a device
 
-        plan, views = session.arrange(ranges)
-        if not plan.transfers:
-            return cls(session, plan, views)
-        blocks, memory = in_blocks(session, plan)
-        return cls(session, plan, blocks, memory)
+        return in_blocks(self)
 
     def offered_ranges(self, ranges: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
         """The byte ranges that loads can claim, by file."""
@@ -131,23 +130,8 @@ class PrefetchBatch(Batch):
                 super().release()
 
 
-class _Scratch(HostBuffers):
-    """One small region for all transfers, which may overwrite each other."""
-
-    def __init__(self, plan: ReadPlan, *_: object) -> None:
-        try:
-            self.starts = [BufferView(Region.anonymous(one.length), 0) for one in plan.targets]
-        except MemoryError as error:
-            raise PlacementError(str(error)) from error
-
-    def views(self, plan: ReadPlan) -> dict[str, BufferView]:
-        return {}
-
-
 class PageCacheWarmup(PrefetchBatch):
     """Byte ranges that are read into the page cache."""
-
-    memory_of = _Scratch
 
     @classmethod
     def of(cls, session: Session, ranges: Sequence[ByteRange]) -> PageCacheWarmup:
@@ -158,6 +142,18 @@ class PageCacheWarmup(PrefetchBatch):
             for shard in sorted({transfer.shard for transfer in plan.transfers}):
                 session.register(shard)
         return cls(session, plan, {})
+
+    def _take_memory(self) -> list[Memory]:
+        """One small region for all transfers, which may overwrite each other."""
+        lengths = [target.length for target in self.plan.targets]
+        try:
+            regions = [Region.anonymous(length) for length in lengths]
+        except MemoryError as error:
+            raise PlacementError(str(error)) from error
+        return [
+            Memory(DRAM, region.address, length, region)
+            for region, length in zip(regions, lengths, strict=True)
+        ]
 
 
 def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:

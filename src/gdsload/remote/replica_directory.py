@@ -1,4 +1,4 @@
-"""Directories that have the same files: `gdsload.replicas`, and finding a checkpoint in them.
+"""Directories that have the same files, as one directory.
 
     replicas("nixl://host/model", "s3://bucket/model", "/models/model")
       ─► "replicas://nixl://host/model|s3://bucket/model|/models/model" ─► ReplicaDirectory

@@ -160,7 +160,6 @@ class PosixBackend(PumpBackend):
 
     @property
     def pump(self) -> Pump:
-        """The pump of loads to DRAM, opened when it is first used."""
         if self._pump is None:
             self._pump = self._open_pump()
         require_own_process(self._pump.pid, "posix")
@@ -185,33 +184,17 @@ class PosixBackend(PumpBackend):
                 )
             self.engine = self._first_engine(others)
 
-    @property
-    def fixed_buffers(self) -> bool:
-        """Whether the engine reads into registered buffers."""
-        return self._pump is not None and self._pump.fixed_buffers
-
     def prepare(
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> PumpedRequest:
-        if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
-            return self._pipeline(memory[0].what.device).prepare(transfers, files, memory)
-        targets = [
-            (
-                what.address,
-                what.length,
-                None if what.region is None else what.region.handle(),
-                entry.handle,
-            )
-            for entry in memory
-            if isinstance(what := entry.what, Memory)
-        ]
-        pump = self.pump
-        if self.engine != "threads" and any(each.io_mode == "mapped" for each in transfers):
-            why = f"{self.engine} cannot fill mapped memory"  # it would be private, and twice
-            raise BackendUnavailable(
-                f"backend 'posix': {why}; threads did not open", {**self.refusals, "posix": why}
-            )
-        return PumpedRequest("posix", pump, transfers, files, targets)
+        if any(each.io_mode == "mapped" for each in transfers):
+            _ = self.pump  # opens the engine, which may become another one
+            if self.engine != "threads":
+                why = f"{self.engine} cannot fill mapped memory"  # it would be private, and twice
+                raise BackendUnavailable(
+                    f"backend 'posix': {why}; threads did not open", {**self.refusals, "posix": why}
+                )
+        return super().prepare(transfers, files, memory)
 
     def _open_pipeline(self, device: str) -> StagingPipeline:
         from gdsload.backends.posix import device as device_module  # imports CUDA

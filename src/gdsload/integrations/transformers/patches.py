@@ -36,7 +36,7 @@ from gdsload.integrations.transformers.monkeypatch import (
     function_of,
 )
 from gdsload.integrations.transformers.parameter_buffers import CAT, STACK
-from gdsload.integrations.transformers.tied_weights import ASKED, tied_equal
+from gdsload.integrations.transformers.tied_weights import TIED_EQUAL, tied_equal
 from gdsload.system import cancellation
 
 if TYPE_CHECKING:
@@ -233,13 +233,13 @@ def _patch_warmup(module: ModuleType) -> Iterator[Replacement]:
 
 
 def _patch_ties(module: ModuleType) -> Iterator[Replacement]:
-    original = function_of(module, ASKED, "source", "target")
+    original = function_of(module, TIED_EQUAL, "source", "target")
 
     @functools.wraps(original)
     def tied_params_are_equal(source: Any, target: Any) -> Any:
         return tied_equal(source, target) or original(source, target)
 
-    yield Replacement(module, ASKED, tied_params_are_equal)
+    yield Replacement(module, TIED_EQUAL, tied_params_are_equal)
 
 
 LOADING_PATCHES = (
@@ -253,5 +253,5 @@ LOADING_PATCHES = (
 )
 MODELING_PATCHES = (
     Patch("caching_allocator_warmup", _patch_warmup),
-    Patch(ASKED, _patch_ties, optional=True),
+    Patch(TIED_EQUAL, _patch_ties, optional=True),
 )

@@ -246,7 +246,7 @@ class ReadaheadQueue:
             session: Reads to its device. Closed by the caller, after the queue.
             slices: In the order in which they will be requested.
             kept: Keys of the slices whose memory becomes the model's. They do not count as ahead.
-            window_bytes: Size of a window in bytes; 0 makes one window of all, as if all were kept.
+            window_bytes: Size of a window in bytes.
             ahead_bytes: Limit in bytes for the windows in flight. At least one is.
             past_cache: As for `Session.arrange`.
         """
@@ -278,6 +278,7 @@ class ReadaheadQueue:
 
     def _post(self, window: _Window) -> ReadWindow:
         kind = ReadWindow if self.session.device == "cpu" else DeviceReadWindow
+        # Also the window of all kept slices is read in this order: the first wanted come first.
         found = self.session.arrange(
             part_ranges(window.slices), window_bytes=WINDOW_BYTES, past_cache=self._past_cache
         )
@@ -376,7 +377,7 @@ def _windows_of(
     windows: list[_Window] = []
     current: dict[bool, _Window] = {}  # by whether it is kept
     for one in slices:
-        keep = not window_bytes or one.key in kept
+        keep = one.key in kept
         window = current.get(keep)
         if window is None or (not keep and window.ahead_bytes + one.nbytes > window_bytes):
             window = current[keep] = _Window([], keep)

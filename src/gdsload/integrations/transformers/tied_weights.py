@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.weak import WeakTensorKeyDictionary
 
 # transformers asks it, since version 5.23.
-ASKED = "_tied_params_are_equal"
+TIED_EQUAL = "_tied_params_are_equal"
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -60,7 +60,7 @@ def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def asked_pairs(model: Any) -> list[tuple[str, str]]:
     """The pairs whose equality transformers will ask for if the checkpoint holds both."""
-    if not hasattr(sys.modules.get("transformers.modeling_utils"), ASKED):
+    if not hasattr(sys.modules.get("transformers.modeling_utils"), TIED_EQUAL):
         return []
     return list((getattr(model, "all_tied_weights_keys", None) or {}).items())
 
