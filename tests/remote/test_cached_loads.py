@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gdsload
-from gdsload import Checkpoint, CheckpointError, events
+from gdsload import Checkpoint, CheckpointError, events, warmup
 from gdsload.distribution.exchange import agreed_layouts
+from gdsload.loading import claims
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.remote.cache import LocalCache
@@ -235,6 +236,59 @@ def test_every_face_uses_the_cache(
         prefetch.wait()
         assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
     assert len(server.reads("*.safetensors")) == 8  # the beginning of each file
+
+
+def test_load_from_the_cache_takes_over_what_the_prefetch_that_filled_it_has_read(
+    url: str, tmp_path: Path
+) -> None:
+    where = {"cache_dir": tmp_path / "cache"}
+    with gdsload.prefetch(url, **where) as prefetch:
+        prefetch.wait()
+        await_threads("gdsload-cache")
+        with Checkpoint.open(url, **where) as checkpoint:
+            assert not checkpoint.remote
+        gdsload.load_file(url, **where)
+    report = gdsload.last_report()
+    assert report.paths == {"prefetched": report.wanted_bytes}
+
+
+def test_load_from_the_cache_takes_over_what_the_host_pool_holds(url: str, tmp_path: Path) -> None:
+    with warmup.HostPool(1 << 30):
+        for path in ("object_store/s3", "pool"):
+            gdsload.load_file(url, cache_dir=tmp_path / "cache")
+            assert path in gdsload.last_report().paths
+            await_threads("gdsload-cache")
+    report = gdsload.last_report()
+    assert report.paths == {"pool": report.wanted_bytes}
+
+
+def test_load_from_the_cache_waits_for_a_prefetch_of_the_same_url(url: str, tmp_path: Path) -> None:
+    where = {"cache_dir": tmp_path / "cache"}
+    gdsload.load_file(url, **where)
+    await_threads("gdsload-cache")
+    offer = claims.Offer(url)  # of a prefetch that opens the files
+    claims.offer(offer)
+    offer.note_progress(idle_seconds=100.0)
+    try:
+        gdsload.load_file(url, **where)
+    finally:
+        claims.withdraw(offer)
+    assert "wait for the prefetch" in gdsload.last_report().phases
+
+
+@pytest.mark.parametrize(
+    ("mode", "path"), [("buffered", "prefetched"), ("auto", "object_store/s3")]
+)
+def test_load_without_the_cache_takes_over_memory_and_no_mapping_of_a_copy(
+    url: str, tmp_path: Path, tiny_checkpoint: Path, mode: str, path: str
+) -> None:
+    gdsload.load_file(url, cache_dir=tmp_path / "cache")
+    await_threads("gdsload-cache")
+    with gdsload.prefetch(url, cache_dir=tmp_path / "cache", cache=mode) as prefetch:
+        prefetch.wait()
+        found = gdsload.load_file(url)
+    assert list(gdsload.last_report().paths) == [path]
+    assert_same(found, tiny_checkpoint)
 
 
 def test_list_of_urls_is_loaded_from_the_cache(

@@ -148,6 +148,11 @@ class Shard:
         return self.directory is not None and self.remote is None
 
     @property
+    def original(self) -> Identity:
+        """The identity of its bytes: that of the file elsewhere if it is a copy, else its own."""
+        return Identity(-1, 0, self.size, 0, 0, self.origin) if self.cached else self.identity
+
+    @property
     def distant(self) -> bool:
         """Whether system calls on it may wait for a network or a daemon, which may not answer."""
         return bool(self.filesystem)

@@ -3,9 +3,9 @@
     prefetch ── offers ──► Offer ── claim(file, range) ──► Claim ──► a load
 
 An `Offer` holds ranges of one checkpoint that a prefetch has read or is reading. Files are compared
-by identity, so a newer version of a file is never mistaken for the old one. A load claims before it
-plans its reads. A claimed range is gone for others, because two tensors must never share memory.
-Nothing is read here.
+by the identity of their bytes, so a newer version of a file is never mistaken for the old one, and
+a copy in the local cache counts as the file elsewhere. A load claims before it plans its reads. A
+claimed range is gone for others, because two tensors must never share memory. Nothing is read here.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _filled(checkpoint: Checkpoint, stall_seconds: float, report: LoadReport) ->
     """All offers. Those that may be of these files are waited for until they are filled."""
     found = offered()
     for each in found:
-        if any(each.may_hold(shard.path) for shard in checkpoint.shards):
+        if any(each.may_hold(shard.origin[0] or shard.path) for shard in checkpoint.shards):
             with report.phase("wait for the prefetch"):
                 each.await_filled(stall_seconds)
     return found
@@ -290,7 +290,7 @@ def claim_ranges(
         before = len(claims)
         for wanted in ranges:
             if wanted.name not in claims:
-                file = checkpoint.shards[wanted.shard].identity
+                file = checkpoint.shards[wanted.shard].original
                 claim = each.claim(file, wanted, mapped=mapped, owned=owned)
                 if claim is not None:
                     claims[wanted.name] = claim
@@ -316,7 +316,7 @@ def waiting_on(
     return {
         wanted.name
         for wanted in ranges
-        if any(each.has(checkpoint.shards[wanted.shard].identity, wanted) for each in found)
+        if any(each.has(checkpoint.shards[wanted.shard].original, wanted) for each in found)
     }
 
 

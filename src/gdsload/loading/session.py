@@ -253,7 +253,8 @@ class Session(quiesce.Holder):
         return views
 
     def _prefetched(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
-        owned = self.cache in ("direct", "buffered") or not self._maps
+        # Of a file elsewhere, a mapping is one of a copy, which may change unnoticed.
+        owned = self.cache in ("direct", "buffered") or not self._maps or bool(self._remote)
         claims, offers = claim_ranges(
             self.checkpoint,
             ranges,
@@ -411,7 +412,7 @@ class Session(quiesce.Holder):
         A prefetch that this session claimed from may free the rest of these files.
         """
         for offer in self._offers:
-            offer.leave(shard.identity for shard in self.checkpoint.shards)
+            offer.leave(shard.original for shard in self.checkpoint.shards)
             if offer.empty:
                 withdraw(offer)
         self._offers.clear()

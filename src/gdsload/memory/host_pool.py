@@ -232,7 +232,7 @@ class HostPool(quiesce.Holder):
         views: dict[str, BufferView] = {}
         with self._lock:
             for wanted in ranges:
-                rows = self._stored.get(checkpoint.shards[wanted.shard].identity)
+                rows = self._stored.get(checkpoint.shards[wanted.shard].original)
                 if not rows or not wanted.nbytes:
                     continue
                 row = rows[max(bisect_right(rows, wanted.offset, key=_start) - 1, 0)]
@@ -325,7 +325,7 @@ class HostPool(quiesce.Holder):
                 return
             segment.source = checkpoint.source
             for shard, row in rows:
-                file = checkpoint.shards[shard].identity
+                file = checkpoint.shards[shard].original
                 insort(self._stored.setdefault(file, []), row, key=_start)
                 segment.stored.add(file)
             self._use(segment)

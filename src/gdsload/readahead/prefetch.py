@@ -316,7 +316,7 @@ class Prefetch(quiesce.Holder):
         for other in prefetches():
             if other is self or (other.tier, other._offer.device) != (self.tier, session.device):
                 continue
-            left = [p for p in mine if not other._offer.has(shards[p.shard].identity, p)]
+            left = [p for p in mine if not other._offer.has(shards[p.shard].original, p)]
             if len(left) < len(mine):
                 mine = left
                 others.append(other)
@@ -328,7 +328,8 @@ class Prefetch(quiesce.Holder):
         end = time.monotonic() + session.stall_seconds
         for older in takewhile(lambda one: one is not self, prefetches()):
             if (older.tier, older.report.device) == (self.tier, self.report.device) and any(
-                older._offer.may_hold(shard.path) for shard in session.checkpoint.shards
+                older._offer.may_hold(shard.origin[0] or shard.path)
+                for shard in session.checkpoint.shards
             ):
                 while (
                     self._state == OPENING

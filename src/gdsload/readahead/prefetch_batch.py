@@ -74,7 +74,7 @@ class PrefetchBatch(Batch):
                 first, last = (location.first, location.last) if location else (0, -1)
                 view = self.views.get(name)
                 of_file = view is not None and self.session.is_mapping(view)
-                rows.setdefault(shards[shard].identity, []).append(
+                rows.setdefault(shards[shard].original, []).append(
                     OfferedRange(offset, offset + nbytes, view, first, last, of_file)
                 )
         return rows
