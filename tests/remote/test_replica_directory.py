@@ -24,6 +24,7 @@ from gdsload.errors import (
     FileChanged,
     RemoteError,
 )
+from gdsload.events import Event, FailedOver
 from gdsload.remote import object_store, replica_directory
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.replica_directory import LocalFile, ReplicaDirectory
@@ -134,6 +135,25 @@ def test_object_store_that_dies_is_replaced(
     object_server.script("503", path="*.safetensors", first=4, count=None)
     report = load(url, model, options={"request_bytes": 1 << 16})
     assert sum(report.paths.values()) == report.read_bytes
+
+
+def test_failover_is_in_the_report_of_one_read(memory: Directories, model: Path) -> None:
+    name = sorted(each.name for each in model.glob("*.safetensors"))[0]
+    events: list[FailedOver] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, FailedOver):
+            events.append(event)
+
+    source = gdsload.replicas(f"mem://a/{name}", model / name)
+    with gdsload.safe_open(source, on_event=note) as opened:
+        memory("mem://a").files[name].always = REFUSED
+        found = []
+        for tensor in opened.offset_keys():
+            opened.get_tensor(tensor)
+            found.append(sum(gdsload.last_report().failovers.values()))
+    assert found[0] > 0 and not any(found[1:])
+    assert sum(event.nbytes for event in events) == found[0]
 
 
 @pytest.mark.parametrize("missing", ["directory", "model", "shard"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from gdsload.backends import Backend
@@ -12,15 +14,15 @@ from gdsload.remote.file import LOCAL_CACHE
 from gdsload.report import LoadReport, Span
 
 
-def record_backend(report: LoadReport, backend: Backend) -> None:
+def record_backend(report: LoadReport, backend: Backend, before: Mapping[str, int]) -> None:
     """Updates the report: the backend in use, how it was chosen, and why others were not. Observers
-    of the load hear of it."""
+    of the load hear of it. `before`: the failovers of the backend that other reports have."""
     status = backend.status()
     report.backend, report.engine = status.backend, status.engine
     report.choice = status.choice or report.choice
     report.refusals.update(status.refusals)
     report.rates.update(status.rates)
-    report.failovers.update(status.failovers)
+    report.failovers.update(Counter(status.failovers) - Counter(before))
     report.publish()
 
 
@@ -30,12 +32,14 @@ def record_request(
     checkpoint: Checkpoint,
     plan: ReadPlan,
     request: Any,
+    before: Mapping[str, int],
     *,
     unread_bytes: int,
 ) -> None:
     """Adds a request that has ended to the report: bytes by I/O path, reads and pages. It ended
-    without these bytes of the plan; a read that was cancelled may have brought some of them."""
-    record_backend(report, backend)
+    without these bytes of the plan; a read that was cancelled may have brought some of them.
+    `before` is as for `record_backend`."""
+    record_backend(report, backend, before)
     paths = backend.paths(request)
     for path, nbytes in paths.items():
         report.paths[path] = report.paths.get(path, 0) + nbytes

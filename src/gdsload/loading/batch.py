@@ -130,7 +130,7 @@ class Batch:
         self._before_reads()
         backend.post(request)
         # The engine may be another one since `prepare`.
-        record_backend(self.session.report, backend)
+        record_backend(self.session.report, backend, self.session.failovers)
 
     def _before_reads(self) -> None:
         """Called when all is ready, just before the reads are posted."""
@@ -389,6 +389,7 @@ class Batch:
                     session.checkpoint,
                     self.plan,
                     request,
+                    session.failovers,
                     unread_bytes=self._unread_bytes(),
                 )
             released = True

@@ -142,6 +142,7 @@ class Session(quiesce.Holder):
         self.cache = cache
         self.stall_seconds = settings.stall_seconds
         self.backend: Backend | None = None  # while it is open
+        self.failovers: Mapping[str, int] = {}  # of this backend, that earlier reports have
         self._settings = settings
         self._remote = remote_backend_of(checkpoint)
         self._expected_bytes, self._beside_bytes = expected_bytes, 0
@@ -167,6 +168,8 @@ class Session(quiesce.Holder):
     def report_to(self, report: LoadReport) -> None:
         """Goes on with another report. What is true of all reads is noted there, too."""
         before, self.report = self.report, report
+        if self.backend is not None:
+            self.failovers = dict(self.backend.status().failovers)
         report.verify = before.verify
         report.choice = before.choice
         report.rates.update(before.rates)
@@ -182,8 +185,8 @@ class Session(quiesce.Holder):
         """The backend; the first call opens it. Raises BackendUnavailable."""
         with self._opening:
             if self.backend is None:
-                self.backend = self._opened_backend()
-                record_backend(self.report, self.backend)
+                self.backend, self.failovers = self._opened_backend(), {}
+                record_backend(self.report, self.backend, self.failovers)
             return self.backend
 
     def _opened_backend(self) -> Backend:
