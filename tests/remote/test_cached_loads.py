@@ -16,8 +16,10 @@ import gdsload
 from gdsload import Checkpoint, CheckpointError, events, warmup
 from gdsload.distribution.exchange import agreed_layouts
 from gdsload.loading import claims
+from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
+from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.remote.cache import LocalCache
 from gdsload.remote.cache_entry import Entry
 from gdsload.report import LoadReport
@@ -190,6 +192,22 @@ def test_load_of_a_partly_filled_cache_is_exact_and_reported(
     assert report.paths["local_cache"] == report.cached_bytes >= tensors["t2"].nbytes
     assert sum(report.paths.values()) == report.read_bytes
     assert {event.path for event in seen if isinstance(event, events.PathUsed)} == set(report.paths)
+
+
+def test_bytes_of_batches_that_end_together_are_counted_once(url: str, tmp_path: Path) -> None:
+    report = LoadReport(url)
+    with (
+        Checkpoint.open(url, cache_dir=tmp_path / "cache") as checkpoint,
+        Session(checkpoint, report, ReadSettings()) as session,
+    ):
+        ranges = [each for each in byte_ranges_of(checkpoint) if not each.shard][:2]
+        batches = [Batch(session, *session.arrange([each])) for each in ranges]
+        for batch in batches:
+            batch.wait()
+        for batch in batches:
+            batch.release()
+        read_bytes = sum(batch.plan.read_bytes for batch in batches)
+    assert report.read_bytes == sum(report.paths.values()) == read_bytes > 0
 
 
 def test_cache_that_cannot_be_used_is_a_refusal_in_the_report(

@@ -211,8 +211,10 @@ class RemoteBackend(PumpBackend):
             if not isinstance(file, OpenFile) or not file.remote or file.fd not in self._counted:
                 continue
             if (facts := file.remote.facts()) is not None:
-                now = Counter(facts.paths)
-                found += now - self._counted[file.fd]
+                now = +Counter(facts.paths)
+                # 0, and not absent, for bytes that another request has reported already.
+                for path, nbytes in now.items():
+                    found[path] += nbytes - self._counted[file.fd][path]
                 self._counted[file.fd] = now
         for number, transfer in enumerate(request.transfers):
             file = request.files[transfer.shard].what

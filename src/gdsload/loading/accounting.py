@@ -44,7 +44,7 @@ def record_request(
     for path, nbytes in paths.items():
         report.paths[path] = report.paths.get(path, 0) + nbytes
         report.cached_bytes += nbytes if path == LOCAL_CACHE else 0
-    report.read_bytes += sum(paths.values()) or plan.read_bytes - unread_bytes
+    report.read_bytes += sum(paths.values()) if paths else plan.read_bytes - unread_bytes
     for facts in backend.facts(request) or [RequestFacts(plan.transfers)]:
         report.requests += len(facts.transfers)
         report.short_reads += facts.short_reads
