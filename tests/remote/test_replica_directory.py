@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -188,6 +189,28 @@ def test_other_files_may_differ_and_be_missing(model: Path, tmp_path: Path) -> N
     assert directory.read("config.json", 100) == b'{"a": 1}'
     assert directory.open("config.json").read(0, 8) == b'{"a": 1}'
     facts = directory.open(sorted(other.glob("*.safetensors"))[0].name).facts()
+    assert facts is not None and facts.refusals == {}
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.ENOTDIR])
+def test_directory_with_another_file_that_may_not_be_read_is_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    refusing, other = tmp_path / "refusing", tmp_path / "other"
+    for each in (refusing, other):
+        shutil.copytree(model, each)
+        (each / "config.json").write_text("{}")
+    plain = os.stat
+
+    def stat(path: Any, **how: Any) -> os.stat_result:
+        if path == str(refusing / "config.json"):
+            raise OSError(code, os.strerror(code))
+        return plain(path, **how)
+
+    monkeypatch.setattr(os, "stat", stat)
+    directory = ReplicaDirectory(gdsload.replicas(refusing, other))
+    assert directory.read("config.json", 100) == b"{}"
+    facts = directory.open(sorted(model.glob("*.safetensors"))[0].name).facts()
     assert facts is not None and facts.refusals == {}
 
 

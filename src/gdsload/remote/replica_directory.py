@@ -186,7 +186,11 @@ class LocalReplicaDirectory(RemoteDirectory):
 
 
 def _unreadable(path: str, error: OSError) -> CheckpointUnreadable:
-    kind = CheckpointNotFound if error.errno == errno.ENOENT else CheckpointUnreadable
+    kind: type[CheckpointUnreadable] = CheckpointUnreadable
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        kind = CheckpointNotFound
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        kind = CheckpointAccessError
     return kind(f"{path}: it cannot be read: {error.strerror}", path=path, errno=error.errno)
 
 
