@@ -142,6 +142,16 @@ def test_source_that_stalls_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     gate.set()
 
 
+def test_silent_source_is_not_left_if_it_is_the_last_one() -> None:
+    down, slow = MemoryFile(DATA), MemoryFile(DATA)
+    file = replica(down, slow, silent_seconds=0.02)
+    file._sources.abandon(file._sources.all[0], "it is down")
+    slow.always = Fault(seconds=0.3)
+    loaded = Loaded(file, step=1 << 20)
+    assert loaded.failures == [] and loaded.bytes == DATA
+    assert list(loaded.status.refusals) == ["s3://bucket-0"]
+
+
 def test_sources_killed_at_random_points_leave_exact_bytes() -> None:
     rng = random.Random(23)
     gate = threading.Event()

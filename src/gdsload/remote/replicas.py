@@ -15,15 +15,17 @@ import errno
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from gdsload.errors import GdsloadError, ReadError, RemoteError
 from gdsload.remote.file import RemoteFile, SourceFacts
 from gdsload.system.threads import start_thread
 
-# A source that has sent nothing for so long is abandoned. A request of an object store that is
-# repeated after a time limit of the client may take longer: then another source is faster anyway.
+# A source that has sent nothing for so long is abandoned if another one is left. A request of an
+# object store that is repeated after a time limit of the client may take longer: then another
+# source is faster anyway.
 SILENT_SECONDS = 10.0
 # Ranges that a source has at the same time until its rate is known.
 _TRIALS = 2
@@ -182,6 +184,10 @@ class ReplicaFile(RemoteFile):
         self.digest = self.digest or file.digest
         return ""
 
+    def _is_last(self, source: Source) -> bool:
+        """Whether no other source of this file is left."""
+        return all(other.abandoned for other in self._files if other is not source)
+
     def _nobody(self) -> RemoteError:
         reasons = "; ".join(f"{name}: {why}" for name, why in self._sources.refusals.items())
         return self.error(f"no source is left: {reasons}", errno=errno.EIO, final=True)
@@ -197,7 +203,7 @@ class ReplicaFile(RemoteFile):
                     self._failovers[f"{before} -> {source.name}"] += length - done
             before = ""
             file, got, asked = self._files[source], 0, time.monotonic()
-            stream = Stream(file, offset + done, length - done)
+            stream = Stream(file, offset + done, length - done, partial(self._is_last, source))
             try:
                 while done < length:
                     chunk = stream.next(self._sources.silent_seconds)
@@ -248,8 +254,11 @@ def _text_of(error: Exception) -> str:
 class Stream:
     """The chunks of a range, read in a thread, so that a source that stalls can be abandoned."""
 
-    def __init__(self, file: RemoteFile, offset: int, length: int) -> None:
-        self._file, self._range = file, (offset, length)
+    def __init__(
+        self, file: RemoteFile, offset: int, length: int, is_last: Callable[[], bool]
+    ) -> None:
+        """`is_last`: whether no other source is left. Then the limits are those of the load."""
+        self._file, self._range, self._is_last = file, (offset, length), is_last
         self._changed = threading.Condition()
         self._chunk: Any = None
         self._wanted = self._ended = self._closed = False
@@ -263,7 +272,7 @@ class Stream:
         """The next chunk, None at the end. It is valid until the next call.
 
         Raises:
-            ReadError: Nothing came for so many seconds.
+            ReadError: Nothing came for so many seconds, and another source is left.
             BaseException: The error of the source.
         """
         if self._own is not None:
@@ -271,7 +280,9 @@ class Stream:
         with self._changed:
             self._chunk, self._wanted = None, True
             self._changed.notify_all()
-            if not self._changed.wait_for(self._is_answered, seconds):
+            while not self._changed.wait_for(self._is_answered, seconds):
+                if self._is_last():
+                    continue
                 url = self._file.url
                 raise ReadError(
                     f"{url}: it has sent nothing for {seconds:g} s",
