@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -30,6 +31,7 @@ from gdsload.peers.tickets import Tickets
 from gdsload.remote import peer
 from gdsload.remote.messages import MessageError, receive, send
 from gdsload.remote.nixl_reader import (
+    SLOTS,
     NixlReader,
     ReaderFailed,
     RemoteBytes,
@@ -115,6 +117,35 @@ def test_process_with_nixl_imports_nothing_of_the_current_directory(
     reader = NixlReader("UCX", {})
     with pytest.raises(ReaderFailed, match=r"started$"), reader.read("peer", b"", "DRAM", []):
         pass
+
+
+def test_peer_that_hangs_leaves_slots_to_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, hang = threading.Event(), threading.Semaphore(0)
+
+    def ask(_: NixlReader, slot: object, fields: dict[str, Any], metadata: bytes) -> None:
+        if fields["peer"] == "hangs":
+            hang.release()
+            assert answers.wait(60)
+
+    def read(peer: str) -> None:
+        with reader.read(peer, b"", "DRAM", []):
+            pass
+
+    monkeypatch.setattr(NixlReader, "_ask", ask)
+    reader = NixlReader("UCX", {})
+    try:
+        with ThreadPoolExecutor(SLOTS + 1) as pool:
+            reads = [pool.submit(read, "hangs") for _ in range(SLOTS)]
+            while hang.acquire(timeout=0.5):  # until no further one gets a slot
+                pass
+            try:
+                pool.submit(read, "another").result(30)
+            finally:
+                answers.set()
+            for each in reads:
+                each.result(60)
+    finally:
+        reader.give_up()
 
 
 def test_ticket_is_given_back_when_the_process_with_nixl_cannot_start(

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from gdsload.system import lifecycle
 from gdsload.system.child_process import python_command
 
 SLOTS = 8
+PEER_SLOTS = SLOTS // 2  # of one peer: one that hangs leaves slots for the others
 SLOT_BYTES = 8 << 20
 START_SECONDS = 60.0  # until the child has imported NIXL, on a busy machine
 READ_SECONDS = 15.0  # for one slot; a peer that is slower than 0.6 MB/s counts as dead
@@ -68,7 +70,7 @@ class _Slot:
 class NixlReader:
     """A child process with a NIXL agent, and the ring in shared memory that it reads into.
 
-    Threads may use it together: each takes a slot.
+    Threads may use it together: each takes a slot. The reads of one peer have PEER_SLOTS at most.
 
     Args:
         plugin: The backend of NIXL: "UCX" or "LIBFABRIC", the one of the peer.
@@ -81,6 +83,7 @@ class NixlReader:
     def __init__(self, plugin: str, parameters: dict[str, str]) -> None:
         self.broken = False
         self._free: queue.LifoQueue[_Slot] = queue.LifoQueue()
+        self._shares: dict[str, threading.Semaphore] = {}  # by peer
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
         self._slots: list[_Slot] = []
         self._lifeline = -1
@@ -144,8 +147,7 @@ class NixlReader:
         Raises:
             ReaderFailed: The read failed, or the child process has ended.
         """
-        slot = self._free.get()
-        try:
+        with self._slot_for(peer) as slot:
             if self.broken:
                 raise ReaderFailed("the process that runs NIXL was given up")
             fields: dict[str, object] = {"peer": peer, "kind": kind, "remote": remote}
@@ -158,8 +160,15 @@ class NixlReader:
                 self.give_up()
                 raise
             yield slot.view[: sum(part.nbytes for part in remote)]
-        finally:
-            self._free.put(slot)
+
+    @contextmanager
+    def _slot_for(self, peer: str) -> Iterator[_Slot]:
+        with self._shares.setdefault(peer, threading.Semaphore(PEER_SLOTS)):
+            slot = self._free.get()
+            try:
+                yield slot
+            finally:
+                self._free.put(slot)
 
     def _ask(self, slot: _Slot, fields: dict[str, object], metadata: bytes) -> None:
         try:
