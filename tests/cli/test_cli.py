@@ -43,6 +43,20 @@ tensors.load_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
 from gdsload.cli import main
 main()
 """
+# The command `serve` with another body for what makes the server.
+SERVE = """
+import resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+from gdsload.cli import main
+from gdsload.peers import server
+
+def serve(*_, **__):
+    {}
+
+server.serve = serve
+main()
+"""
 
 
 # --- inspect ------------------------------------------------------------------------------------
@@ -335,6 +349,14 @@ def test_verbose_sets_the_level_of_logging(
         ours = {"broken", "reading", "detail"}
         assert ours & {line.split()[-1] for line in lines if line} == logged
     assert (log.level, list(log.handlers)) == before
+
+
+# --- serve --------------------------------------------------------------------------------------
+
+
+def test_serve_allows_as_many_descriptors_as_the_process_may_have() -> None:
+    words = "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard); raise KeyboardInterrupt"
+    assert process(SERVE.format(words), "serve", "model").stdout.startswith("True\n")
 
 
 # --- sizes --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -66,6 +67,7 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
     from gdsload.peers.server import serve as serve_weights
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _allow_all_descriptors()
     with serve_weights(source, checksums=not no_checksums, **options) as server:
         status = server.status()
         if as_json:
@@ -82,6 +84,14 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
             while True:
                 time.sleep(3600)
     lifecycle.at_exit(lifecycle.PROCESS, _leave)
+
+
+def _allow_all_descriptors() -> None:
+    """Each reader has a connection for each of its threads, 16 to 64: the usual soft limit of 1024
+    descriptors would be reached by some tens of readers."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _leave() -> None:
