@@ -29,6 +29,7 @@ from gdsload.errors import (
     GdsloadError,
     IntegrityError,
     PartialLoad,
+    StallError,
 )
 from gdsload.loading import device_batch, integrity, into
 from gdsload.loading.claims import Offer
@@ -672,6 +673,38 @@ def test_manifest_of_other_checksums_is_no_sha256(source: Path) -> None:
 def test_sha256_without_hub_or_manifest_is_refused(tiny_checkpoint: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="gdsload manifest"):
         gdsload.load_file(tiny_checkpoint, verify="sha256")
+
+
+# --- storage that hangs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "owner", "call"),
+    [
+        ("checksum", manifest_module, "open_regular"),
+        (manifest_module.MANIFEST_NAME, manifest_module, "open_regular"),
+        ("checksum", Verifier, "header_checksum"),
+        ("sha256", Shard, "read"),
+    ],
+)
+def test_storage_that_hangs_while_checksums_are_read_is_a_stall(
+    source: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, method: str, owner: Any, call: str
+) -> None:
+    answers, real = threading.Event(), getattr(owner, call)
+
+    def hangs(*given: Any) -> Any:
+        answers.wait(10.0)
+        return real(*given)
+
+    model = hub / "models--org--model" / "snapshots" / "abc" if method == "sha256" else source
+    verify = source / method if method == manifest_module.MANIFEST_NAME else method
+    with Checkpoint.open(model, stall_seconds=1.0) as checkpoint:
+        monkeypatch.setattr(owner, call, hangs)
+        try:
+            with pytest.raises(StallError, match="1 s"):
+                integrity.open_verifier(checkpoint, verify, LoadReport(""))
+        finally:
+            answers.set()
 
 
 # --- arguments and commands ---------------------------------------------------------------------

@@ -26,6 +26,8 @@ from gdsload.errors import (
     GdsloadError,
     shown,
 )
+from gdsload.system.parallel import parallel_map
+from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
     from gdsload.checkpoint.checkpoint import Checkpoint
@@ -89,7 +91,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
     """The manifest beside the first shard. Raises as `read_manifest`."""
     path, first = manifest_path(checkpoint), checkpoint.shards[0]
     if first.directory is None:
-        return read_manifest(path, checkpoint.source)
+        return read_manifest(path, checkpoint.source, checkpoint.stall_seconds)
     try:
         raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)
     except CheckpointNotFound as error:
@@ -97,24 +99,32 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
     return parse_manifest(raw, path)
 
 
-def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
+def read_manifest(
+    path: str, source: str = "SOURCE", stall_seconds: float = STALL_SECONDS
+) -> Manifest:
     """Reads and validates a manifest. `source` is the checkpoint, for messages.
 
     Raises:
         CheckpointNotFound: There is none.
         CheckpointError: It cannot be read or is invalid.
+        StallError: The storage did not answer for `stall_seconds`.
     """
     try:
-        fd, status = open_regular(path)
+        # In a thread, so that a hung mount cannot block Ctrl-C.
+        (raw,) = parallel_map(_text_of, [path], path_of=str, stall_seconds=stall_seconds)
     except CheckpointNotFound as error:
         raise _absent(path, source, error) from None
+    return parse_manifest(raw, path)
+
+
+def _text_of(path: str) -> bytes:
+    fd, status = open_regular(path)
     try:
         if status.st_size > LIMIT_BYTES:
             raise _invalid(path, f"it has {status.st_size} bytes, more than {LIMIT_BYTES}")
-        raw = read_exactly(fd, 0, status.st_size, path)
+        return read_exactly(fd, 0, status.st_size, path)
     finally:
         close_files([fd])
-    return parse_manifest(raw, path)
 
 
 def _absent(path: str, source: str, error: CheckpointNotFound) -> CheckpointNotFound:

@@ -70,14 +70,21 @@ class Verifier:
         Raises:
             IntegrityError: A header differs, or the manifest lacks a file.
             GdsloadError: The library for these checksums is not installed.
+            StallError: The storage did not answer.
         """
         self._checkpoint = checkpoint
         self._manifest = manifest
         self._hash = hash_function(manifest.algorithm)
         self._digits = ALGORITHMS[manifest.algorithm]
         self._in_order: list[TensorInfo] = []
-        for shard in checkpoint.shards:
-            self._check_header(shard)
+        list(
+            parallel_map(
+                self._check_header,
+                checkpoint.shards,
+                path_of=lambda shard: shard.path,
+                stall_seconds=checkpoint.stall_seconds,
+            )
+        )
 
     def _check_header(self, shard: Shard) -> None:
         entry = self._manifest.files.get(shard.name)
@@ -239,6 +246,7 @@ def open_verifier(
     Raises:
         IntegrityError: A header or a file differs.
         CheckpointError: There is no manifest, or it is invalid.
+        StallError: The storage did not answer.
     """
     report.verify = os.fspath(verify)
     with report.phase("verify"):
@@ -246,7 +254,9 @@ def open_verifier(
         path = manifest_path(checkpoint) if by_default else os.fspath(verify)
         try:
             manifest = (
-                manifest_of(checkpoint) if by_default else read_manifest(path, checkpoint.source)
+                manifest_of(checkpoint)
+                if by_default
+                else read_manifest(path, checkpoint.source, checkpoint.stall_seconds)
             )
         except CheckpointNotFound:
             if verify != "sha256" or not _compare_blobs(checkpoint, report, advance):
@@ -279,7 +289,14 @@ def _compare_blobs(
             return shard.read(offset, nbytes)
 
         offsets = range(0, shard.size, _READ_BYTES)
-        with closing(parallel_map(read, offsets, path_of=lambda _: checkpoint.source)) as parts:
+        with closing(
+            parallel_map(
+                read,
+                offsets,
+                path_of=lambda _: checkpoint.source,
+                stall_seconds=checkpoint.stall_seconds,
+            )
+        ) as parts:
             for part in parts:
                 digest.update(part)
                 advance(len(part))
