@@ -45,10 +45,12 @@ main()
 """
 # The command `serve` with another body for what makes the server.
 SERVE = """
-import resource
+import atexit, os, resource, signal, time
+atexit.register(print, "exit handlers ran")
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 from gdsload.cli import main
+from gdsload.errors import ReadError
 from gdsload.peers import server
 
 def serve(*_, **__):
@@ -357,6 +359,20 @@ def test_verbose_sets_the_level_of_logging(
 def test_serve_allows_as_many_descriptors_as_the_process_may_have() -> None:
     words = "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard); raise KeyboardInterrupt"
     assert process(SERVE.format(words), "serve", "model").stdout.startswith("True\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", 0, ""),
+        ('raise ReadError("the disk is gone")', 1, "gdsload: the disk is gone\n"),
+    ],
+)
+def test_serve_that_ends_before_it_serves_runs_no_exit_handlers(
+    words: str, code: int, said: str
+) -> None:
+    ended = process(SERVE.format(words), "serve", "model")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", said)
 
 
 # --- sizes --------------------------------------------------------------------------------------

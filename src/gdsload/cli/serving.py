@@ -68,7 +68,12 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _allow_all_descriptors()
-    with serve_weights(source, checksums=not no_checksums, **options) as server:
+    code = 1  # of an error
+    lifecycle.at_exit(lifecycle.PROCESS, lambda: _leave(code))
+    with (
+        suppress(KeyboardInterrupt),
+        serve_weights(source, checksums=not no_checksums, **options) as server,
+    ):
         status = server.status()
         if as_json:
             terminal.show_json(status._asdict())
@@ -79,11 +84,10 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
                 f"version {status.version}",
             )
             click.echo(f"{one_line(status.url)}: {', '.join(facts)}")
-        with suppress(KeyboardInterrupt):
-            server.wait()
-            while True:
-                time.sleep(3600)
-    lifecycle.at_exit(lifecycle.PROCESS, _leave)
+        server.wait()
+        while True:
+            time.sleep(3600)
+    code = 0
 
 
 def _allow_all_descriptors() -> None:
@@ -94,9 +98,9 @@ def _allow_all_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     """Ends the process without the exit handlers of libraries: NIXL has libnl of its own, which
     crashes there if the system's is loaded too, as Debian's ibverbs-providers does."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)
