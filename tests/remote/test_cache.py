@@ -546,6 +546,18 @@ def test_file_being_filled_counts_with_its_whole_size(tmp_path: Path) -> None:
     assert "in use" in opened(tmp_path, MemoryFile("b", 1_000_000), limit_bytes=1_500_000).refusal
 
 
+def test_part_of_a_file_is_used_without_room_for_the_rest(tmp_path: Path) -> None:
+    file = MemoryFile()
+    cached = opened(tmp_path, file)
+    cached.read(0, 2 * BLOCK_BYTES)
+    cached.close()
+    again = MemoryFile()
+    cached = opened(tmp_path, again, limit_bytes=SIZE - 1)
+    assert cached.read(0, SIZE) == file.content
+    assert again.fetched == SIZE - 2 * BLOCK_BYTES
+    assert f"may have {SIZE - 1:,}" in cached.refusal
+
+
 def test_environment_sets_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GDSLOAD_CACHE_BYTES", "1000")
     assert "may have 1,000" in LocalCache(tmp_path).open(MemoryFile()).refusal

@@ -294,11 +294,12 @@ class LocalCache:
     def open(self, file: RemoteFile) -> CachedFile:
         """The file with this cache in front of it. Never fails: see `CachedFile.refusal`."""
         try:
-            return CachedFile(file, self._entry_of(file))
+            return CachedFile(file, *self._entry_of(file))
         except (OSError, ImportError) as error:
             return CachedFile(file, None, f"{self.directory}: {_reason(error)}")
 
-    def _entry_of(self, file: RemoteFile) -> Entry:
+    def _entry_of(self, file: RemoteFile) -> tuple[Entry, str]:
+        """The entry, and why it is not filled any further, or ""."""
         if not file.version_is_exact:
             raise _NotCached("the server names no version of the file that stands for its bytes")
         if file.backend == "replicas":  # a source that is wrong would stay wrong in the cache
@@ -311,17 +312,21 @@ class LocalCache:
         facts = json.dumps({"url": file.key, "version": version, "size": file.size})
         directory = os.path.join(self.directory, hashlib.sha256(facts.encode()).hexdigest()[:32])
         os.makedirs(self.directory, exist_ok=True)
-        writable = os.access(self.directory, os.W_OK)
+        writable, refusal = os.access(self.directory, os.W_OK), ""
         try:
             with self._locked(writable):
                 if writable:
-                    self._make_room(directory, file.size)
-                    os.makedirs(directory, exist_ok=True)
-                return _open_entry(directory, facts, file, writable, xxh3_128)
+                    try:
+                        self._make_room(directory, file.size)
+                        os.makedirs(directory, exist_ok=True)
+                    except _NotCached as error:  # what is there is used
+                        writable, refusal = False, _reason(error)
+                return _open_entry(directory, facts, file, writable, xxh3_128), refusal
         except FileNotFoundError:
             if writable:
                 raise
-            raise _NotCached("it is read-only, and does not have this file") from None
+            why = refusal or "it is read-only, and does not have this file"
+            raise _NotCached(why) from None
 
     @contextmanager
     def _locked(self, writable: bool = True) -> Iterator[None]:
