@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
+from gdsload._native.cuda import Device
 from gdsload.backends import (
     VRAM,
     Backend,
@@ -240,6 +242,31 @@ def test_ring_stays_while_a_pipeline_through_it_is_opened(doubles: Doubles) -> N
         assert staging_ring.release_rings() == 0
         assert staging_ring.rings() == [made]
     assert staging_ring.release_rings() == 1 << 20
+
+
+class Interrupted:
+    """A device. Ctrl-C arrives while it pins memory."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.device.pin(address, nbytes)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_a_ring_is_pinned_leaves_nothing_pinned(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA would take other memory at the same address for it."""
+    before, device = doubles.cuda_log["pins"], Interrupted(gpu.device(0))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(gpu, "device", lambda ordinal: device)
+        staging_ring.StagingRing(staging_ring.DRAM, 0, 64 << 10, 16)
+    assert doubles.cuda_log["pins"] == before
 
 
 def test_two_devices_have_one_ring_each(doubles: Doubles, file: OpenFile) -> None:

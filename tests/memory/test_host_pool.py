@@ -386,6 +386,23 @@ def test_failing_unpin_leaks_nothing(tiny_checkpoint: Path, pins: Pins) -> None:
     assert pool.held_bytes == 0 and "illegal memory access" in pool.notes[0]
 
 
+def test_ctrl_c_while_memory_is_pinned_keeps_it_until_it_is_unpinned(
+    tiny_checkpoint: Path, pins: Pins
+) -> None:
+    pin = pins.pin
+
+    def interrupted(address: int, nbytes: int) -> None:
+        pin(address, nbytes)
+        raise KeyboardInterrupt
+
+    pins.pin = interrupted  # type: ignore[method-assign]
+    with warmup.HostPool(64 * UNIT) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            by_load_file(tiny_checkpoint)
+        assert sum(pins.registered.values()) == pool.pinned_bytes > 0
+    assert pins.registered == {}
+
+
 def test_pool_leaves_descriptors_to_the_process(tiny_checkpoint: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with warmup.HostPool(4096 * UNIT) as pool:

@@ -349,6 +349,9 @@ class HostPool(quiesce.Holder):
             self._pinned = False
             self.notes.append(f"its memory is not pinned: {error}")
             return
+        except BaseException:
+            segment.pinned = region  # Ctrl-C: it may be pinned, and must stay mapped until unpinned
+            raise
         with self._lock:
             if segment in self._segments:
                 segment.pinned = region

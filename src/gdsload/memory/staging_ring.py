@@ -97,7 +97,8 @@ class StagingRing(quiesce.Holder):
             self.free()
             raise PlacementError(f"no staging ring for cuda:{ordinal}: {error.strerror}") from error
         except BaseException:
-            self.free()
+            with suppress(CudaFailure):  # Ctrl-C came before it was pinned: it stays mapped
+                self.free()
             raise
         quiesce.register(self, quiesce.RING)
 
@@ -112,18 +113,19 @@ class StagingRing(quiesce.Holder):
         node = gpu.numa_node(device.bus)
         if not self.native.settle(node) and node >= 0:
             self.notes.append(f"its memory could not be bound to NUMA node {node}")
+        # Noted first: if Ctrl-C ends the call, it may be pinned, and must not be unmapped then.
+        self._undo.append(lambda: region)  # keeps the mapping as long as the ring
+        self._undo.append(lambda: device.unpin(region.address))
         try:
             device.pin(region.address, self.nbytes)
         except CudaFailure as error:
+            self._undo.clear()
             # Sandboxes and confidential machines may refuse to pin memory that the process has
             # mapped, and still allocate pinned memory in the driver.
             address = device.allocate_host(self.nbytes)
             self._undo.append(lambda: device.release_host(address))
             self.native, self.address = Ring(address, slot_bytes, count), address
             self.notes.append(f"its memory is the driver's, as ours cannot be pinned: {error}")
-            return
-        self._undo.append(lambda: region)  # keeps the mapping as long as the ring
-        self._undo.append(lambda: device.unpin(region.address))
 
     def park(self, kind: object, pipeline: StagingPipeline) -> None:
         """Keeps an idle pipeline for the next load that needs one of this kind. It is closed
