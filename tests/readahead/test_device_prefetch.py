@@ -413,6 +413,36 @@ def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
     assert len(set(errors)) == 1 and "5011" in errors[0]
 
 
+@pytest.mark.usefixtures("ring_worthwhile")
+def test_tensor_is_lost_if_its_copy_from_host_memory_fails(
+    doubles: Doubles, tmp_path: Path
+) -> None:
+    """The memory that was copied from has been freed, and would be read as zeros."""
+    from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+    from gdsload.planning.tensor_slices import whole
+    from gdsload.report import LoadReport
+
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({name: torch.ones(100_000) for name in "abc"}, path)
+    with (
+        gdsload.prefetch(path) as ahead,
+        gdsload.Checkpoint.open(path) as checkpoint,
+        session_module.Session(
+            checkpoint, LoadReport("m"), ReadSettings(), device="cuda:0"
+        ) as session,
+    ):
+        assert ahead.wait(PATIENCE_SECONDS)
+        slices = [whole(info) for info in checkpoint.tensors.values()]
+        with ReadaheadQueue(session, slices) as feed:
+            feed.start()
+            doubles.fault("cuMemcpyAsync", CODE, 719, times=-1)
+            with pytest.raises(ReadError, match="CUDA error 719"):
+                feed.take(slices[0])
+            for tensor_slice in slices:
+                with pytest.raises(GdsloadError, match="was lost"):
+                    feed.take(tensor_slice)
+
+
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_what_nobody_claimed_goes_back(end: str, doubles: Doubles, source: Path) -> None:
     gc.collect()

@@ -24,7 +24,7 @@ from gdsload._native.cuda import Block
 from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import torch_dtype
-from gdsload.errors import PlacementError
+from gdsload.errors import GdsloadError, PlacementError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import offered
 from gdsload.loading.session import Session
@@ -277,6 +277,10 @@ class DeviceTensors:
         staying: list[TensorSlice] = []
         for tensor_slice in slices:
             tensor = self.tensors.pop(tensor_slice.key, None)
+            if tensor is None and tensor_slice.key in self._place_of:
+                raise GdsloadError(
+                    f"tensor {tensor_slice.key!r} was lost: its copy was interrupted"
+                )
             if tensor is None:
                 staying.append(tensor_slice)
             else:
@@ -314,18 +318,28 @@ class DeviceTensors:
             for part in tensor_slice.parts:
                 view = views.get(part.name)
                 if view is not None and part.nbytes and not isinstance(view.region, Block):
-                    found.append(HostBytes(part.name, view, part.nbytes, tensor, offset))
+                    key = tensor_slice.key
+                    found.append(HostBytes(key, part.name, view, part.nbytes, tensor, offset))
                 offset += part.nbytes
         if found:
-            with gpu.capture_relaxed(self.device):
-                copy_from_host(self.device, found)
-            for each in found:
-                del views[each.name]
+            try:
+                with gpu.capture_relaxed(self.device):
+                    copy_from_host(self.device, found)
+                for each in found:
+                    del views[each.name]
+            except PlacementError:  # nothing was copied
+                raise
+            except BaseException:  # the memory that they were in has been freed
+                for each in found:
+                    self.tensors.pop(each.key, None)
+                raise
 
 
 class HostBytes(NamedTuple):
-    """Bytes of a range in host memory, and the tensor, with an offset in it, that they are for."""
+    """Bytes of a range in host memory, and the tensor, with an offset in it, that they are for. The
+    tensor is that of the slice with this key."""
 
+    key: str
     name: str
     view: BufferView
     nbytes: int
