@@ -53,8 +53,8 @@ class StagingRing(quiesce.Holder):
     ) -> None:
         """Allocates and registers the slab.
 
-        If `register`, or the function that it returns, raises TimeoutError, the slab is never
-        freed.
+        If `register`, or the function that it returns, raises TimeoutError, or Ctrl-C ends
+        `register`, the slab is never freed.
 
         Raises:
             PlacementError: no memory for the ring.
@@ -96,7 +96,9 @@ class StagingRing(quiesce.Holder):
         except OSError as error:  # no thread to register it
             self.free()
             raise PlacementError(f"no staging ring for cuda:{ordinal}: {error.strerror}") from error
-        except BaseException:
+        except BaseException as error:
+            if register is not None and not isinstance(error, Exception):
+                self._undo.clear()  # Ctrl-C: the slab may be registered, or still become so
             with suppress(CudaFailure):  # Ctrl-C came before it was pinned: it stays mapped
                 self.free()
             raise

@@ -20,6 +20,7 @@ from contract import BLOCK, SIZE, bytes_of
 from gdsload._native.pump import Pump
 from gdsload.backends import VRAM, Backend, Memory, OpenFile, Registration
 from gdsload.backends.cufile import library
+from gdsload.backends.cufile.base import _registrar, own_descriptor
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
@@ -27,6 +28,7 @@ from gdsload.backends.posix.engines import DEVICE_ENGINES
 from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError, ReadError
 from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
+from gdsload.system import gpu
 from gpucontract import DeviceMemory
 from gpudoubles import (
     CODE,
@@ -476,6 +478,64 @@ def test_hanging_file_registration_is_abandoned(
     come_back(doubles)
     while doubles.cufile_log["files"] == 0:  # its descriptor is still open, or the double complains
         time.sleep(0.001)
+
+
+class Interrupted:
+    """An object with calls during which Ctrl-C arrives."""
+
+    def __init__(self, of: object, *calls: str) -> None:
+        self.of, self.calls = of, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.of, name)
+        if name not in self.calls:
+            return found
+
+        def interrupted(*arguments: object) -> None:
+            found(*arguments)
+            raise KeyboardInterrupt
+
+        return interrupted
+
+
+def test_file_that_ctrl_c_may_have_registered_keeps_its_descriptor(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuFile accepts each number only once, and is not closed any more."""
+    driver, opened = library.opened("cuda:0", False), []
+
+    def noted(file: OpenFile) -> int:
+        opened.append(own_descriptor(file))
+        return opened[0]
+
+    monkeypatch.setattr("gdsload.backends.cufile.base.own_descriptor", noted)
+    monkeypatch.setattr(driver, "library", Interrupted(driver.library, "register_file"))
+    with GdsMtBackend(**SMALL) as backend, pytest.raises(KeyboardInterrupt):
+        backend.register(file)
+    os.close(opened[0])  # it was open
+    with pytest.raises(GdsloadError, match="1 files and buffers are registered"):
+        gdsload.quiesce(0.05)
+
+
+def test_ring_that_ctrl_c_may_have_registered_is_not_freed(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = library.opened("cuda:0", False)
+    register, before = _registrar(driver, gpu.device(0)), doubles.cuda_log["ranges"]
+    monkeypatch.setattr(driver, "library", Interrupted(driver.library, "register_buffer"))
+    with pytest.raises(KeyboardInterrupt):
+        staging_ring.StagingRing(staging_ring.VRAM, 0, 64 << 10, 2, register)
+    assert (doubles.cufile_log["buffers"], doubles.cuda_log["ranges"]) == (1, before + 1)
+
+
+def test_open_that_ctrl_c_ended_is_final(doubles: Doubles) -> None:
+    """The driver may be open, and must not be opened again."""
+    found: Any = Interrupted(library.library(), "open_driver")
+    with pytest.raises(KeyboardInterrupt):
+        library._open(found, "cuda:0", False)
+    with pytest.raises(BackendUnavailable, match="was interrupted"):
+        library.opened("cuda:0", False)
+    assert doubles.cufile_log["opens"] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

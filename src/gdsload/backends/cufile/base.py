@@ -119,7 +119,7 @@ class CuFileBackend(PumpBackend):
             raise BackendUnavailable(
                 f"backend {self.name!r}: {error.strerror}", {self.name: str(error.strerror)}
             ) from error
-        except BaseException:
+        except Exception:  # not Ctrl-C: the call may have succeeded, or may still do so
             os.close(fd)
             raise
         self._files.append((handle, fd))

@@ -126,7 +126,6 @@ class Driver(quiesce.Holder):
                 more.
         """
         handle: int = self._register(self.library.register_file, fd)
-        self._count(1)
         return handle
 
     def deregister_file(self, handle: int) -> None:
@@ -142,15 +141,19 @@ class Driver(quiesce.Holder):
             TimeoutError: The call hangs. The memory must stay, and cuFile is not used any more.
         """
         self._register(self.library.register_buffer, address, nbytes, device)
-        self._count(1)
 
     def _register(self, register: Callable[..., Any], *what: object) -> Any:
+        # Counted first: a call that takes too long, or that Ctrl-C ends, may still succeed. Then
+        # cuFile is never closed.
+        self._count(1)
         try:
             return register(*what, REGISTER_SECONDS)
         except TimeoutError as error:
             self.stuck = True
-            self._count(1)  # the call may still succeed: never close cuFile
             _latch(str(error))
+            raise
+        except Exception:
+            self._count(-1)
             raise
 
     def _count(self, change: int) -> None:
@@ -382,6 +385,9 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
                 found.open_driver(owner, OPEN_SECONDS)
     except TimeoutError as error:
         raise _latch(f"{error}: the call is abandoned") from error
+    except KeyboardInterrupt:  # it may be open, or open later
+        _latch("cuFileDriverOpen was interrupted")
+        raise
     except OSError as error:  # no thread for the call, which was not made: it may work later
         why = str(error.strerror)
         raise BackendUnavailable(f"cuFile cannot be opened: {why}", {"cufile": why}) from error
