@@ -515,3 +515,25 @@ def test_direct_descriptor_that_a_backend_refuses_is_closed_like_others_of_its_s
         with pytest.raises(OSError, match="refused"):
             access.register(Refusal(), 0)
     assert closed == [True]
+
+
+def test_backend_is_closed_before_the_descriptors_that_it_reads_from(tiny_checkpoint: Path) -> None:
+    class Reading(GatedBackend):
+        def register(self, what: OpenFile | Memory) -> Registration:
+            assert isinstance(what, OpenFile)
+            self.fd = what.direct_fd
+            return super().register(what)
+
+        def close(self) -> None:
+            sizes.append(os.fstat(self.fd).st_size)
+            super().close()
+
+    sizes: list[int] = []
+    with Checkpoint.open(tiny_checkpoint) as checkpoint:
+        access = io_mode.ShardAccess(checkpoint, LoadReport("t"), ReadSettings(cache="direct"))
+        backend = Reading()
+        access.register(backend, 0)
+        access.close(backend)
+        assert sizes == [checkpoint.shards[0].size]
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(backend.fd)

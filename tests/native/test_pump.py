@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
+import struct
+import termios
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -335,3 +338,35 @@ def test_file_without_a_slot_is_read_by_its_own_descriptor(
     assert request.failed == 0
     assert region.read(0, 10 * 4096) == path.read_bytes()[: 10 * 4096]
     pump.close(1.0)
+
+
+def unread_bytes(fd: int) -> int:
+    """Bytes that wait in a pipe."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0])
+
+
+def test_buffered_read_that_blocks_linuxaio_is_followed_by_none_that_is_cancelled() -> None:
+    """The descriptor of a later read may be closed by then, and its number belong to others."""
+    try:
+        pump = Pump(engines.engine_module("linuxaio").engine(), 4)
+    except (ImportError, OSError) as error:
+        pytest.skip(f"linuxaio: {error}")
+    pipes = [os.pipe() for _ in range(3)]
+    for number in (0, 2):  # the second has nothing to read
+        os.write(pipes[number][1], b"a")
+    region = Region.anonymous(4096)
+    files = [(reader, -1, 4096, -1, -1) for reader, _ in pipes]
+    reads = [(number, 0, 1, 1, 0, number, "buffered") for number in range(3)]
+    request = Request(pump, files, reads, [target(region)])
+    request.post()
+    deadline = time.monotonic() + 60.0
+    while unread_bytes(pipes[0][0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    request.cancel()
+    os.write(pipes[1][1], b"a")
+    assert request.quiet(60.0)
+    assert unread_bytes(pipes[2][0]) == 1
+    pump.close(1.0)
+    for fd in sum(pipes, ()):
+        os.close(fd)

@@ -10,7 +10,9 @@ from libc.stdint cimport int16_t, int64_t, uint16_t, uint32_t, uint64_t, uintptr
 from libc.stdlib cimport calloc, free, malloc
 from posix.time cimport timespec
 
-from gdsload._native.engine cimport BATCH, Buffer, Completion, EngineOps, Read, engine_capsule
+from gdsload._native.engine cimport (
+    BATCH, DIRECT, Buffer, Completion, EngineOps, Read, engine_capsule,
+)
 
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
@@ -82,6 +84,12 @@ cdef int submit_aio(void *engine, const Read *reads, int count) noexcept nogil:
     count = min(count, self.unused_count)
     if count == 0:
         return 0
+    # The kernel makes a buffered read inside the submission. It is submitted alone: the next one may
+    # be cancelled meanwhile, and its descriptor closed.
+    for i in range(count):
+        if reads[i].io_mode != DIRECT:
+            count = max(i, 1)
+            break
     for i in range(count):
         block = &self.blocks[self.unused[self.unused_count - 1 - i]]
         block.aio_data = reads[i].cookie

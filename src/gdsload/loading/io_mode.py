@@ -17,7 +17,7 @@ import errno
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
@@ -232,13 +232,16 @@ class ShardAccess:
             self.report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)
 
     def close(self, backend: Backend | None) -> None:
-        """Gives registrations and direct descriptors back, and drops from the page cache what was
-        not there before. A later `register` starts anew."""
+        """Gives registrations back, closes the backend and the direct descriptors, and drops from
+        the page cache what was not there before. A later `register` starts anew."""
         registered, self._registered = self._registered, [None] * len(self._registered)
-        for registration in registered:
-            if registration is not None and backend is not None:
-                backend.deregister(registration)
-        _drop_and_close(self._direct_fds, self._absent, self._distant)
+        with ExitStack() as stack:
+            stack.callback(_drop_and_close, self._direct_fds, self._absent, self._distant)
+            if backend is not None:
+                stack.callback(backend.close)  # its threads may still read from the descriptors
+                for registration in registered:
+                    if registration is not None:
+                        backend.deregister(registration)
 
 
 def _drop_and_close(

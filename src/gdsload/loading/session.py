@@ -404,8 +404,6 @@ class Session(quiesce.Holder):
         try:
             self._access.close(backend)
         finally:
-            if backend is not None:
-                backend.close()
             self._mapped.clear()
             self._pooled.clear()
 
