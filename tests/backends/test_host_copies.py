@@ -14,6 +14,7 @@ from faulty import HANG, Faults, rule
 from gdsload._native.memory import Region
 from gdsload.backends import host_copies
 from gdsload.backends.host_copies import HostCopy, copy_to_device
+from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import GdsloadError, StallError
 from gdsload.system import gpu
 from gpudoubles import Doubles
@@ -23,8 +24,9 @@ class Owner:
     """Memory that is copied from."""
 
 
+@pytest.mark.parametrize("error", [StallError, KeyboardInterrupt])
 def test_memory_of_a_hanging_copy_is_kept_until_it_has_ended(
-    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults()
     faults.script(rule(HANG))
@@ -36,13 +38,21 @@ def test_memory_of_a_hanging_copy_is_kept_until_it_has_ended(
     target = gpu.device(0).allocate(mmap.PAGESIZE)
     copies = [HostCopy(memory.address, mmap.PAGESIZE, target)]
 
-    def copy(error: type[GdsloadError]) -> weakref.ref[Owner]:
+    def copy(error: type[BaseException]) -> weakref.ref[Owner]:
         owner = Owner()
         with pytest.raises(error):
             copy_to_device("cuda:0", copies, owner, lambda follow: None)
         return weakref.ref(owner)
 
-    first = copy(StallError)
+    def interrupted(pipeline: StagingPipeline) -> bool:
+        leave(pipeline)
+        raise KeyboardInterrupt
+
+    leave = StagingPipeline.leave
+    with monkeypatch.context() as patch:
+        if error is KeyboardInterrupt:
+            patch.setattr(StagingPipeline, "leave", interrupted)
+        first = copy(error)
     gc.collect()
     assert first() is not None
     faults.let_go()

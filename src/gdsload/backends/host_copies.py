@@ -79,11 +79,14 @@ def copy_to_device(
         order(pipeline.follow)
         _copy(pipeline, device, copies, owners)
     finally:
-        # A read that was given up counts as ended, although a thread is still in it.
-        left = pipeline.leave()
-        if not left:
-            late_copies.keep((pipeline, owners), lambda: pipeline.pump.finished)
-        late_copies.forget_ended()
+        left = False
+        try:
+            left = pipeline.leave()
+        finally:  # also if Ctrl-C ends it
+            # A read that was given up counts as ended, although a thread is still in it.
+            if not left:
+                late_copies.keep((pipeline, owners), lambda: pipeline.pump.finished)
+            late_copies.forget_ended()
     return True
 
 

@@ -179,15 +179,18 @@ class StagedRequest(PumpedRequest):
         self._ended = True
         native = self.native
         complete = native.settled == native.count and not native.failed
-        native.cancel()
-        native.quiet(DRAIN_SECONDS)
-        landed = self._addresses.end(DRAIN_SECONDS)
-        self.pipeline.ended(complete and landed)
-        if not landed:
-            # The device is busy with other work. Until it has ended the copies, their memory must
-            # not be used for anything else.
-            late_copies.keep(self, self._landed)
-        late_copies.forget_ended()
+        landed = False
+        try:
+            native.cancel()
+            native.quiet(DRAIN_SECONDS)
+            landed = self._addresses.end(DRAIN_SECONDS)
+        finally:  # also if Ctrl-C ends one of the waits
+            self.pipeline.ended(complete and landed)
+            if not landed:
+                # The device is busy with other work. Until it has ended the copies, their memory
+                # must not be used for anything else.
+                late_copies.keep(self, self._landed)
+            late_copies.forget_ended()
 
     def _landed(self) -> bool:
         """Whether no copy into its memory is under way."""

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -538,9 +539,14 @@ def test_open_that_ctrl_c_ended_is_final(doubles: Doubles) -> None:
     assert doubles.cufile_log["opens"] == 1
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfinished_copies_keep_their_memory(
-    kind: type[Backend], doubles: Doubles, file: OpenFile
+    kind: type[Backend],
+    interrupted: bool,
+    doubles: Doubles,
+    file: OpenFile,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Release returns, and the memory of the copies stays allocated."""
     doubles.hold_copies(True)
@@ -551,7 +557,11 @@ def test_unfinished_copies_keep_their_memory(
     while doubles.cuda_log["copies"] == before:
         assert time.monotonic() < deadline
         backend.wait(load.request, 0.01)
-    backend.release(load.request)
+    with monkeypatch.context() as patch:
+        if interrupted:
+            patch.setattr(load.request, "native", Interrupted(load.request.native, "quiet"))
+        with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+            backend.release(load.request)
     assert late_copies.owners() == [load.request]
     doubles.hold_copies(False)
     assert load.request.native.quiet(PATIENCE_SECONDS)
