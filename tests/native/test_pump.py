@@ -6,8 +6,10 @@ import errno
 import fcntl
 import gc
 import os
+import signal
 import struct
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +174,26 @@ def test_engine_that_does_not_open_in_time_is_given_up(faults: Faults) -> None:
         Pump(faulty.capsule(), 4, open_seconds=0.05)
     assert caught.value.errno == errno.ETIMEDOUT
     assert faults.log.opens == 0
+    faults.let_go()
+    deadline = time.monotonic() + 60
+    while not faults.log.closes:  # its thread opens it, and closes it at once
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ctrl_c_ends_the_wait_for_an_engine_that_does_not_open(faults: Faults) -> None:
+    def press() -> None:
+        while len(os.listdir("/proc/self/task")) < threads + 2:  # this one and the pump's
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    faults.script(open_hangs=1)
+    threads = len(os.listdir("/proc/self/task"))
+    key = threading.Thread(target=press)
+    key.start()
+    with pytest.raises(KeyboardInterrupt):
+        Pump(faulty.capsule(), 4)
+    key.join()
     faults.let_go()
     deadline = time.monotonic() + 60
     while not faults.log.closes:  # its thread opens it, and closes it at once

@@ -5,6 +5,7 @@ as `CuFileFailure`; `gdsload.backends.cufile` decides what they mean for a load.
 """
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, realloc
@@ -23,9 +24,10 @@ from gdsload._native.cufile cimport (
 )
 from gdsload._native.dynamic cimport fill_table, open_library
 from gdsload._native.pthreads cimport (
-    deadline_in, monotonic_cond_init, pthread_cond_destroy, pthread_cond_signal, pthread_cond_t,
-    pthread_cond_timedwait, pthread_detach, pthread_mutex_destroy, pthread_mutex_init,
-    pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t, start_quiet_thread,
+    SIGNAL_WAIT_NS, deadline_in, monotonic_cond_init, monotonic_ns, pthread_cond_destroy,
+    pthread_cond_signal, pthread_cond_t, pthread_cond_timedwait, pthread_detach,
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock, pthread_t, start_quiet_thread,
 )
 
 # In the order of CuFileApi: the required functions, then the optional ones.
@@ -174,20 +176,25 @@ cdef class CuFile:
         cdef timespec until
         cdef CUfileError answer
         cdef void *handle
-        cdef int done, error = start_quiet_thread(&thread, run_call, call)
+        cdef int64_t end = monotonic_ns() + <int64_t>(seconds * 1e9)
+        cdef int done = 0, error = start_quiet_thread(&thread, run_call, call)
         if error != 0:
             call.references = 1
             release_call(call)
             raise OSError(error, f"no thread to call cuFile: {os.strerror(error)}")
-        with nogil:
-            pthread_detach(thread)
-            deadline_in(&until, <int64_t>(seconds * 1e9))
-            pthread_mutex_lock(&call.lock)
-            while not call.done:
-                if pthread_cond_timedwait(&call.ended, &call.lock, &until) != 0:
-                    break
-            done, answer, handle = call.done, call.answer, call.handle
-            pthread_mutex_unlock(&call.lock)
+        pthread_detach(thread)
+        try:
+            while not done and monotonic_ns() < end:
+                if call.what != CLOSE_DRIVER:  # it could be opened again while it is being closed
+                    PyErr_CheckSignals()
+                with nogil:
+                    deadline_in(&until, min(end - monotonic_ns(), <int64_t>SIGNAL_WAIT_NS))
+                    pthread_mutex_lock(&call.lock)
+                    if not call.done:
+                        pthread_cond_timedwait(&call.ended, &call.lock, &until)
+                    done, answer, handle = call.done, call.answer, call.handle
+                    pthread_mutex_unlock(&call.lock)
+        finally:
             release_call(call)
         if not done:
             raise TimeoutError(f"{name} has not come back in {seconds:g} s")

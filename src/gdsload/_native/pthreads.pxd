@@ -72,3 +72,6 @@ cdef extern from * nogil:
     long long cpu_ns()  # of this thread
     void deadline_in(timespec *until, long long wait_ns)
     void sleep_ns(long long wait_ns)
+
+cdef enum:
+    SIGNAL_WAIT_NS = 100000000  # Ctrl-C waits this long at most

@@ -9,6 +9,7 @@ retry. It also applies the bandwidth limits that all pumps share.
 """
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_GetContext, PyCapsule_GetPointer, PyCapsule_New
 from libc.errno cimport EAGAIN, EBUSY, EFAULT, EINTR, EINVAL, EOPNOTSUPP, ETIMEDOUT
 from libc.stdint cimport int64_t, uint64_t
@@ -21,8 +22,9 @@ import os
 from gdsload._native.atomics cimport gds_store
 from gdsload._native.engine cimport BUFFERED, DIRECT, ECANCELED, MAPPED
 from gdsload._native.pthreads cimport (
-    deadline_in, monotonic_cond_init, monotonic_ns, pthread_cond_broadcast, pthread_cond_signal,
-    pthread_cond_timedwait, pthread_detach, pthread_join, pthread_mutex_init, start_quiet_thread,
+    SIGNAL_WAIT_NS, deadline_in, monotonic_cond_init, monotonic_ns, pthread_cond_broadcast,
+    pthread_cond_signal, pthread_cond_timedwait, pthread_detach, pthread_join, pthread_mutex_init,
+    start_quiet_thread,
 )
 
 cdef enum:
@@ -477,21 +479,24 @@ cdef class Pump:
     cdef start(self, int64_t open_ns):
         cdef CPump *pump = self.pump
         cdef timespec until
-        cdef int error, opened
+        cdef int64_t end = monotonic_ns() + open_ns
+        cdef int error, opened = 0
         pump.references = 2
         error = start_quiet_thread(&pump.thread, serve, pump)
         if error != 0:
             pump.references = 1
             raise OSError(error, f"no thread for the pump: {os.strerror(error)}")
         pump.running = 1
-        with nogil:
-            deadline_in(&until, open_ns)
-            pthread_mutex_lock(&pump.lock)
-            while pump.engine == NULL and pump.broken == 0 and error == 0:
-                error = pthread_cond_timedwait(&pump.settled, &pump.lock, &until)
-            error = pump.broken
-            opened = pump.engine != NULL
-            pthread_mutex_unlock(&pump.lock)
+        while not opened and not error and monotonic_ns() < end:
+            PyErr_CheckSignals()
+            with nogil:
+                deadline_in(&until, min(end - monotonic_ns(), <int64_t>SIGNAL_WAIT_NS))
+                pthread_mutex_lock(&pump.lock)
+                if pump.engine == NULL and pump.broken == 0:
+                    pthread_cond_timedwait(&pump.settled, &pump.lock, &until)
+                error = pump.broken
+                opened = pump.engine != NULL
+                pthread_mutex_unlock(&pump.lock)
         if error:
             self.close(1.0)
             raise OSError(-error, os.strerror(-error))

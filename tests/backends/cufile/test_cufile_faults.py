@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -478,6 +480,30 @@ def test_hanging_file_registration_is_abandoned(
     assert not library.support("cuda:0", False).usable
     come_back(doubles)
     while doubles.cufile_log["files"] == 0:  # its descriptor is still open, or the double complains
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("call", ["cuFileDriverOpen", "cuFileHandleRegister"])
+def test_ctrl_c_ends_the_wait_for_a_call_that_hangs(
+    call: str, doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press() -> None:
+        while not doubles.hung:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    for seconds in ("OPEN_SECONDS", "REGISTER_SECONDS"):
+        monkeypatch.setattr(library, seconds, PATIENCE_SECONDS)
+    doubles.fault(call, HANG)
+    key = threading.Thread(target=press)
+    key.start()
+    with GdsMtBackend(**SMALL) as backend, pytest.raises(KeyboardInterrupt):
+        backend.register(file)
+    key.join()
+    assert doubles.hung
+    come_back(doubles)
+    done = "opens" if call == "cuFileDriverOpen" else "files"
+    while doubles.cufile_log[done] == 0:  # its descriptor is still open, or the double complains
         time.sleep(0.001)
 
 
