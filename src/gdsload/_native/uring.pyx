@@ -9,6 +9,7 @@ from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, ENOMEM, ETIME
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
+from posix.resource cimport RLIMIT_NOFILE, getrlimit, rlimit
 from posix.uio cimport iovec
 
 from gdsload._native.engine cimport (
@@ -58,7 +59,7 @@ cdef extern from "<liburing.h>" nogil:
     void io_uring_cq_advance(io_uring *, unsigned count)
 
 cdef enum:
-    SLOTS = 1024       # files in the ring's table; others are read by descriptor
+    SLOTS = 1024       # most files in the ring's table; others are read by descriptor
     BACK_OFF_NS = 1000000
     # Kernel threads for buffered reads: half of the depth, within these bounds.
     DISK_WORKERS = 16
@@ -70,7 +71,7 @@ cdef struct Uring:
     io_uring ring
     int depth
     int in_flight
-    int has_table
+    int slots           # files in the ring's table
     int fixed_buffers
     int slot_fd[SLOTS]  # descriptor registered in each slot, or -1
 
@@ -99,6 +100,7 @@ cdef int open_uring(
     cdef Uring *self = <Uring *>calloc(1, sizeof(Uring))
     cdef iovec *vectors
     cdef unsigned[2] workers
+    cdef rlimit files
     cdef int error, i
     fixed[0] = 0
     if self == NULL:
@@ -112,7 +114,11 @@ cdef int open_uring(
     workers[0] = min(max(depth // 2, <int>DISK_WORKERS), <int>MOST_WORKERS)
     workers[1] = 0  # unchanged
     io_uring_register_iowq_max_workers(&self.ring, workers)
-    self.has_table = io_uring_register_files_sparse(&self.ring, SLOTS) == 0
+    # For a larger table than the process may have files, liburing would raise that limit.
+    if getrlimit(RLIMIT_NOFILE, &files) == 0:
+        self.slots = <int>min(files.rlim_cur, <unsigned long>SLOTS)
+    if io_uring_register_files_sparse(&self.ring, self.slots) != 0:
+        self.slots = 0
     for i in range(SLOTS):
         self.slot_fd[i] = -1
     if count > 0:
@@ -132,7 +138,7 @@ cdef int open_uring(
 cdef int registered(Uring *self, const Read *read) noexcept nogil:
     """Whether the file is in the ring's table; registers it on its first read."""
     cdef int fd = read.fd
-    if not self.has_table or read.slot < 0 or read.slot >= SLOTS:
+    if read.slot < 0 or read.slot >= self.slots:
         return 0
     if self.slot_fd[read.slot] == fd:
         return 1
