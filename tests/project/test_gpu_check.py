@@ -265,6 +265,42 @@ def test_gpu_check_disk_too_slow_for_a_checkpoint_is_no_failure(
         later.checkpoint("tiny")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "names", "verdict"),
+    [
+        (9.0, [*map(str, range(10))], "met | 10 checks |"),
+        (
+            10.0,
+            [*map(str, range(9)), "rest"],
+            "not measured | 9 checks, and no time for the rest |",
+        ),
+    ],
+)
+def test_gpu_check_slow_section_ends_before_its_limit(
+    seconds: float,
+    names: list[str],
+    verdict: str,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def make_row() -> dict[str, Any]:
+        now[0] += seconds
+        return {}
+
+    checks = [script.Check(str(number), make_row) for number in range(10)]
+    section = script.Section("capture", lambda context: iter(checks), 100.0, {})
+    context = script.Context(None, tmp_path, tmp_path, True, False, 100.0, [], [])
+    for row in script.rows_of(section, context):
+        script.append(tmp_path, "capture", row)
+    assert [row["name"] for row in script.read_rows(tmp_path)] == names
+    text, _ = script.summary(tmp_path)
+    assert f"do not disturb each other | {verdict}" in text
+
+
 def test_gpu_check_tables_that_did_not_end_decide_nothing(
     script: ModuleType, tmp_path: Path
 ) -> None:
