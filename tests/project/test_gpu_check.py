@@ -170,6 +170,20 @@ def test_gpu_check_native_module_for_newer_glibc_ends_before_the_sections(tmp_pa
     assert not (tmp_path / "out/results.jsonl").exists()
 
 
+def test_gpu_check_keeps_devices_open_until_the_end(script: ModuleType, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia12", "nvidiactl"):
+        (tmp_path / name).touch()
+    (tmp_path / "nvidia1").mkdir()  # cannot be opened
+
+    def held() -> set[str]:
+        links = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+        return {name for name in os.listdir(tmp_path) if str(tmp_path / name) in links}
+
+    with script.held_devices(tmp_path):
+        assert held() == {"nvidia0", "nvidia12"}
+    assert held() == set()
+
+
 def test_gpu_check_hanging_section_ends_with_the_budget(libraries: Path, tmp_path: Path) -> None:
     """The rest is reported as skipped."""
     code, verdicts, summary = run(
