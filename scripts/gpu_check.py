@@ -8,7 +8,8 @@
 Each section is a child process with a time limit: a crash or a hang ends only its section. Each
 result is appended to DIR/results.jsonl at once, stderr of all goes to DIR/log.txt, and
 DIR/summary.md has a verdict for each claim: met, missed or not measured. The exit status is 1 if a
-claim was missed, the exactness of posix was not measured, or gdsload cannot be imported.
+claim was missed or the exactness of posix was not measured; and, before any section, if gdsload or
+torch cannot be imported or torch has no GPU.
 
 Needs torch, and gdsload: from the directory `wheels` beside this file (`make gpu-bundle`),
 installed, or a checkout.
@@ -28,6 +29,7 @@ import importlib.util
 import json
 import mmap
 import os
+import pkgutil
 import platform
 import re
 import resource
@@ -1771,22 +1773,32 @@ def child_environment(out: Path) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 
-IMPORT_SECONDS = 60
-IMPORTS = """
-import importlib, pkgutil
-import gdsload._native as native
-for each in pkgutil.iter_modules(native.__path__):
-    importlib.import_module(f"{native.__name__}.{each.name}")
-"""
+PREFLIGHT_SECONDS = 150  # a machine reads torch for the first time, which may take 40 s
 
 
-def import_error() -> str:
-    """Why gdsload cannot be imported here, such as a glibc that is too old for it; "" if it can."""
-    command = [sys.executable, "-c", IMPORTS]
+def preflight(make_gpu: Callable[[], Gpu]) -> None:
+    """Imports what the sections need and uses the device. Ends the process with the reason if that
+    fails, such as a glibc that is too old for gdsload, or a driver that is for torch."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        native = importlib.import_module("gdsload._native")
+        for each in pkgutil.iter_modules(native.__path__):
+            importlib.import_module(f"{native.__name__}.{each.name}")
+        gpu = make_gpu()
+        gpu.empty(1)
+        gpu.synchronize()
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def obstacle(wanted: argparse.Namespace) -> str:
+    """Why no section can run here; "" if they can. Makes the first, slow import of torch."""
+    command = [sys.executable, str(Path(__file__).resolve()), *again(wanted)]
+    command += ["--section", "preflight"]
+    seconds = min(PREFLIGHT_SECONDS, wanted.budget)
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return f"gdsload was not imported within {IMPORT_SECONDS} s"
+        return f"gdsload, torch and the GPU were not ready within {seconds:g} s"
     error = ran.stderr.strip().rpartition("\n")[2] or f"exit status {ran.returncode}"
     return error if ran.returncode else ""
 
@@ -1833,6 +1845,9 @@ def child(wanted: argparse.Namespace) -> int:
         limit = max(float(wanted.seconds) - 1.0, 0.5)
         faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
     make = runpy.run_path(wanted.gpu)["gpu"] if wanted.gpu else lambda kind, device: kind(device)
+    if wanted.section == "preflight":
+        preflight(lambda: make(Gpu, wanted.device))
+        return 0
     gpu: Gpu = make(Gpu, wanted.device)
     if wanted.section == "arm":
         arm(json.loads(wanted.job), gpu)
@@ -1864,7 +1879,7 @@ def check(wanted: argparse.Namespace) -> int:
     wanted.work = site
     try:
         child_environment(site)
-        if why := import_error():
+        if why := obstacle(wanted):
             sys.exit(f"gpu-check: {why}")
         held = contextlib.nullcontext() if wanted.gpu else held_devices()
         with held, (wanted.out / "log.txt").open("wb") as log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -152,21 +153,34 @@ def test_gpu_check_without_numpy_reads_by_cufile_and_measures_rates(
     assert set(verdicts.values()) <= {"exact", "ok", "not changed"}
 
 
-def test_gpu_check_native_module_for_newer_glibc_ends_before_the_sections(tmp_path: Path) -> None:
-    native = tmp_path / "gdsload/_native"
-    native.mkdir(parents=True)
-    (native.parent / "__init__.py").touch()
-    (native / "__init__.py").touch()
-    (native / "cuda.py").write_text("raise ImportError('version `GLIBC_2.34` not found')")
-    words = ["--budget", "9", "--only", "facts", "--out", tmp_path / "out", "--data", tmp_path]
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("gdsload/_native/cuda", "ImportError: version `GLIBC_2.34` not found"),
+        ("torch", "ModuleNotFoundError: No module named 'torch'"),
+        ("", r"\w+Error: .*(CUDA|NVIDIA).*"),  # by torch's version
+    ],
+)
+def test_gpu_check_without_gdsload_torch_or_gpu_ends_before_the_sections(
+    module: str, error: str, tmp_path: Path
+) -> None:
+    if module:
+        broken = tmp_path / f"{module}.py"
+        broken.parent.mkdir(parents=True, exist_ok=True)
+        for folder in {*broken.parents} - {tmp_path, *tmp_path.parents}:
+            (folder / "__init__.py").touch()
+        name, _, why = error.partition(": ")
+        broken.write_text(f"raise {name}({why!r})")
+    words = ["--budget", "99", "--only", "facts", "--out", tmp_path / "out", "--data", tmp_path]
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     ran = subprocess.run(
         [sys.executable, SCRIPT, *words],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
     assert ran.returncode == 1
-    assert ran.stderr == "gpu-check: ImportError: version `GLIBC_2.34` not found\n"
+    assert re.fullmatch(f"gpu-check: {error}\n", ran.stderr)
     assert not (tmp_path / "out/results.jsonl").exists()
 
 
