@@ -63,9 +63,9 @@ class Conditions:
         return sum(file.stat().st_size for file in self.files)
 
     def make_cache(self) -> str:
-        """Empties the page cache of the files, or fills it; says how."""
+        """Empties the page cache of the files, or fills it where bytes are missing; says how."""
         if self.warm:
-            self.fill()
+            self.settled_bytes()
             return "files read"
         # The daemon of a FUSE filesystem reads from the page cache: its delays are the script's.
         if self.storage != "fuse" and page_cache.drop_caches():

@@ -1086,10 +1086,13 @@ def cufile(context: Context) -> Iterator[Row | Check]:
 # ---- tables --------------------------------------------------------------------------------------
 
 OURS = "gdsload"
-WARM = (
-    OURS, "pinned", "safetensors-mmap", "safetensors-prefetch", "runai",
-    "fastsafetensors:nogds=1,FASTSAFETENSORS_ODIRECT=0",
+# Of a checkpoint of which each load takes seconds.
+WARM_LARGE = (
+    OURS, "pinned", "safetensors-mmap", "fastsafetensors:nogds=1,FASTSAFETENSORS_ODIRECT=0",
     "instanttensor:INSTANTTENSOR_BACKEND=BUFFERED",
+)  # fmt: skip
+WARM = (
+    *WARM_LARGE, "safetensors-prefetch", "runai",
     "gdsload:engine=threads", "gdsload:request_bytes=1048576", "gdsload:request_bytes=2097152",
     "gdsload:request_bytes=8388608",
 )  # fmt: skip
@@ -1097,7 +1100,9 @@ COLD = (
     OURS, "safetensors-mmap", "safetensors-prefetch", "runai", "fastsafetensors:nogds=1",
     "instanttensor", "gdsload:cache=direct,fixed_buffers=never", "gdsload:engine=threads",
 )  # fmt: skip
-ARM_SECONDS = 60.0  # until a loader is imported, or has loaded
+LARGE_BYTES = 4 << 30
+# Until a loader is imported, or has loaded; then it counts as hanging.
+ARM_SECONDS, LARGE_ARM_SECONDS = 20.0, 60.0
 
 
 def bench(name: str) -> Any:
@@ -1208,9 +1213,7 @@ def tables(context: Context) -> Iterator[Row]:
                 used += share
                 if share:
                     ends = began + budget * min(used, 1.0)
-                    yield from rounds(
-                        context, source, WARM if warm else COLD, warm, ends, processes
-                    )
+                    yield from rounds(context, source, warm, ends, processes)
     for process in processes.values():
         process.close()
 
@@ -1243,14 +1246,17 @@ def cudart_on_path(context: Context) -> Iterator[None]:
 def rounds(
     context: Context,
     source: Path,
-    labels: Sequence[str],
     warm: bool,
     ends: float,
     processes: dict[str, ArmProcess],
 ) -> Iterator[Row]:
     """Loads in turn until `ends`; a loader that fails is left out of the rest of a table."""
-    labels = (OURS, "safetensors-mmap", "pinned") if context.small else labels
     conditions = bench("judge").Conditions(source, warm, device=context.gpu.host_device)
+    large = conditions.file_bytes > LARGE_BYTES
+    labels: Sequence[str] = (WARM_LARGE if large else WARM) if warm else COLD
+    if context.small:
+        labels = (OURS, "safetensors-mmap", "pinned")
+    arm_seconds = LARGE_ARM_SECONDS if large else ARM_SECONDS
     table, digests = f"{'warm' if warm else 'cold'} {source.name}", set()
     longest: dict[str, float] = {}
     for label in labels:
@@ -1277,7 +1283,7 @@ def rounds(
                 else:
                     row["cache"] = conditions.make_cache()
                 row["resident_before_bytes"] = conditions.settled_bytes()
-                row |= known[label].ask(source, min(ARM_SECONDS, context.left - 2))
+                row |= known[label].ask(source, min(arm_seconds, context.left - 2))
             except OSError as error:
                 row["verdict"] = f"refused: {error}"
                 del known[label]

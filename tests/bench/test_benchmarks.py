@@ -250,6 +250,18 @@ def test_judge_uncounted_cold_run_is_discarded(tmp_path: Path) -> None:
         assert judge.Judge(conditions).objection(known) is None
 
 
+@pytest.mark.parametrize(("resident", "fills"), [([1], 0), ([0, 1], 1)])
+def test_warm_files_are_read_only_if_bytes_are_missing(
+    resident: list[int], fills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    filled: list[object] = []
+    monkeypatch.setattr(judge.Conditions, "fill", lambda conditions: filled.append(conditions))
+    monkeypatch.setattr(judge.Conditions, "resident_bytes", lambda _: resident.pop(0))
+    judge.Conditions(tmp_path, warm=True).make_cache()
+    assert len(filled) == fills
+
+
 def judged(folder: Path, *names: str) -> tuple[Any, ...]:
     """A judge of loads of this folder, and arms of these names."""
     (folder / "model.safetensors").write_bytes(b"x")

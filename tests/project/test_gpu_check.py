@@ -339,6 +339,39 @@ def test_gpu_check_tables_that_did_not_end_decide_nothing(
     assert "| all loaders of a table give the same bytes | met | 2 checks |" in text
 
 
+@pytest.mark.parametrize(("large", "loaders", "seconds"), [(False, 11, 20.0), (True, 5, 60.0)])
+def test_gpu_check_large_checkpoint_has_few_loaders_with_more_time(
+    large: bool,
+    loaders: int,
+    seconds: float,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+
+    class Arm:
+        def __init__(self, *_: object) -> None: ...
+
+        def ask(self, source: Path, seconds: float) -> None:
+            asked.append(seconds)
+            raise OSError("no GPU")
+
+        def close(self) -> None: ...
+
+    conditions = script.bench("judge").Conditions
+    for name in ("make_cache", "settled_bytes"):
+        monkeypatch.setattr(conditions, name, lambda _: 0)
+    monkeypatch.setattr(script, "ArmProcess", Arm)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(script.LARGE_BYTES + large)
+    ends = time.monotonic() + LIMIT_SECONDS
+    gpu = SimpleNamespace(host_device="cpu")
+    context = script.Context(gpu, tmp_path, tmp_path, False, False, ends, [], [])
+    assert len(list(script.rounds(context, tmp_path, True, ends, {}))) == loaders
+    assert asked == [seconds] * loaders
+
+
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
 def test_gpu_check_without_packages_for_models_refuses_them(
     missing: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
