@@ -26,6 +26,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import mmap
 import os
@@ -248,6 +249,13 @@ class Check(NamedTuple):
     make_row: Callable[[], Row]
 
 
+def leaked_bytes(used: Sequence[int]) -> int:
+    """Bytes of the device that loads left, from those in use before and after each; 0 if they may
+    be the driver's. It takes 2 MiB more now and then, for channels and page tables."""
+    grew = [after - before for before, after in itertools.pairwise(used)]
+    return sum(grew) if min(grew) > 0 or sum(grew) > FIRST_USE_BYTES else 0
+
+
 def tried(name: str, make_row: Callable[[], Row]) -> Row:
     """The row of one check in any case: an error is a verdict too."""
     import gdsload
@@ -302,7 +310,8 @@ def no_direct_io(file: Path) -> str:
 def twice(gpu: Gpu, wanted: dict[str, Any], load: Callable[[], dict[str, Any]]) -> Row:
     """Loads three times over poisoned memory: exact bytes, and no memory of the device left.
 
-    The first load has what a driver allocates once; the other two must leave nothing.
+    The first load has what a driver allocates once; one of the others must leave nothing. If the
+    third does not, there are two more.
     """
     import gdsload
     from gdsload.memory import staging_ring
@@ -310,7 +319,7 @@ def twice(gpu: Gpu, wanted: dict[str, Any], load: Callable[[], dict[str, Any]]) 
     row: Row = {"verdict": "exact"}
     used: list[int] = []
     staging_ring.release_rings()
-    for turn in ("settling", "first", "again"):
+    for turn in ("settling", "first", "again", "fourth", "fifth"):
         poison(gpu, wanted)
         got = load()
         row[turn] = {**gdsload.last_report().to_dict(), "source": ""}
@@ -319,9 +328,13 @@ def twice(gpu: Gpu, wanted: dict[str, Any], load: Callable[[], dict[str, Any]]) 
         del got
         staging_ring.release_rings()
         used.append(used_bytes(gpu))
-    row["left_bytes"] = used[2] - used[1]
-    if used[2] - used[1] > 0 or used[1] - used[0] > FIRST_USE_BYTES:
-        row["verdict"] = f"{LEFT}: {used[2] - used[1]:,} bytes of the device with each load"
+        if len(used) > 2 and used[-1] <= used[-2]:
+            break
+    row["left_bytes"] = used[-1] - used[1]
+    if left := leaked_bytes(used[1:]):
+        row["verdict"] = f"{LEFT}: {left:,} bytes of the device by {len(used) - 2} loads"
+    elif used[1] - used[0] > FIRST_USE_BYTES:
+        row["verdict"] = f"{LEFT}: {used[1] - used[0]:,} bytes of the device by the second load"
     return row
 
 
@@ -756,17 +769,21 @@ def full_device(context: Context) -> Row:
     gpu, source = context.gpu, context.main_checkpoint
     wanted = expected(gpu, source)
     gdsload.load_file(source, gpu.device)
-    before = used_bytes(gpu)
-    block = gpu.fill_memory(128 * MIB)
-    try:
-        gdsload.load_file(source, gpu.device)
-        return {"verdict": f"{FAILED}: a load to a full device was not refused"}
-    except gdsload.PlacementError as error:
-        words = str(error)
-    del block
-    left = used_bytes(gpu) - before
+    used = [used_bytes(gpu)]
+    for _ in range(3):
+        block = gpu.fill_memory(128 * MIB)
+        try:
+            gdsload.load_file(source, gpu.device)
+            return {"verdict": f"{FAILED}: a load to a full device was not refused"}
+        except gdsload.PlacementError as error:
+            words = str(error)
+        del block
+        used.append(used_bytes(gpu))
+        if used[-1] <= used[-2]:
+            break
+    left = leaked_bytes(used)
     wrong = differs(gdsload.load_file(source, gpu.device), wanted)
-    verdict = f"{WRONG}: {wrong}" if wrong else "ok" if left <= 0 else f"{LEFT}: {left:,} bytes"
+    verdict = f"{WRONG}: {wrong}" if wrong else f"{LEFT}: {left:,} bytes" if left else "ok"
     return {"verdict": verdict, "error": words}
 
 

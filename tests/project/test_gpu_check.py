@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -408,6 +409,52 @@ def test_gpu_check_decides_about_allocators_only_with_each_mode(script: ModuleTy
     assert verdict == script.NOT_MEASURED and words.startswith(script.ALLOCATOR_MODES[-1])
     rows[1]["verdict"] = "WRONG: other bytes"
     assert script.every_allocator(rows[:-1])[0] == script.MISSED
+
+
+GROWTH = [
+    ([0, 0], "{good}"),
+    ([2, 0], "{good}"),  # a step of the driver
+    ([2, 2, 0], "{good}"),
+    ([2, 2, 2], "LEFT: {total} bytes"),
+    ([33, 0], "LEFT: {total} bytes"),
+]
+
+
+def growing(script: ModuleType, patch: pytest.MonkeyPatch, *grown: int) -> None:
+    """Loads of nothing, after which so many MiB more of the device are in use."""
+    used = itertools.accumulate(grown, initial=0)
+    patch.setattr(script, "used_bytes", lambda gpu: next(used) << 20)
+    patch.setattr(script, "expected", lambda gpu, source: {})
+    patch.setattr(script, "poison", lambda gpu, wanted: None)
+    patch.setattr(gdsload, "last_report", lambda: SimpleNamespace(to_dict=dict))
+
+
+@pytest.mark.parametrize(("grown", "verdict"), GROWTH)
+def test_gpu_check_only_memory_that_each_load_takes_is_left(
+    grown: list[int], verdict: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing(script, monkeypatch, 30, *grown)
+    row = script.twice(None, {}, dict)
+    assert row["verdict"].startswith(verdict.format(good="exact", total=f"{sum(grown) << 20:,}"))
+
+
+@pytest.mark.parametrize(("grown", "verdict"), GROWTH)
+def test_gpu_check_only_memory_that_each_refusal_takes_is_left(
+    grown: list[int], verdict: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing(script, monkeypatch, *grown)
+    full: list[bool] = []
+
+    def load(*_: object) -> dict[str, Any]:
+        if full and full.pop():
+            raise gdsload.PlacementError("full")
+        return {}
+
+    gpu = SimpleNamespace(device="cuda:0", fill_memory=lambda leave: full.append(True))
+    monkeypatch.setattr(gdsload, "load_file", load)
+    context = SimpleNamespace(gpu=gpu, main_checkpoint="m")
+    row = script.full_device(context)
+    assert row["verdict"].startswith(verdict.format(good="ok", total=f"{sum(grown) << 20:,}"))
 
 
 def test_gpu_check_exit_with_daemon_has_started_cuda_before(
