@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -396,6 +397,31 @@ def test_gpu_check_work_that_ended_before_the_load_decides_nothing(script: Modul
     assert script.reused_memory([{**row, "seconds": 0.1}])[0] == script.NOT_MEASURED
     assert script.reused_memory([{**row, "seconds": 0.3, "reused": 0}])[0] == script.NOT_MEASURED
     assert script.reused_memory([{**row, "seconds": 0.3}])[0] == script.MET
+
+
+@pytest.mark.parametrize(("rate", "verdict"), [(9.6, "met"), (9.4, "missed")])
+def test_gpu_check_copy_rate_is_compared_with_other_sizes_on_one_stream(
+    rate: float, verdict: str, script: ModuleType
+) -> None:
+    row = {"name": "host to device: registered-huge", "4096 KiB, 1 streams, GB/s": rate}
+    row |= {"8192 KiB, 1 streams, GB/s": 10.0, "8192 KiB, 2 streams, GB/s": 12.0}
+    assert script.one_copy_thread([row]) == (verdict, f"{rate} of 10.0 GB/s")
+
+
+def test_gpu_check_copy_rate_is_the_best_of_three_runs(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = [0.0], iter([0.0, 4.0, 0.0, 1.0, 0.0, 2.0])  # before and after each run
+
+    def synchronize() -> None:
+        now[0] += next(waits)
+
+    gpu = SimpleNamespace(empty=torch.empty, stream=lambda: None, synchronize=synchronize)
+    memory = contextlib.nullcontext(torch.zeros(1 << 20))
+    monkeypatch.setattr(script, "pinned", lambda *_: memory)
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    row = script.copies(gpu, "pageable", 1 << 20, 1 << 20, [1 << 20])
+    assert row["1024 KiB, 1 streams, GB/s"] == (1 << 20) / 1e9
 
 
 def test_gpu_check_decides_about_allocators_only_with_each_mode(script: ModuleType) -> None:
