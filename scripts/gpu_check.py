@@ -1121,6 +1121,7 @@ COLD = (
     "instanttensor", "gdsload:cache=direct,fixed_buffers=never", "gdsload:engine=threads",
 )  # fmt: skip
 LARGE_BYTES = 4 << 30
+LARGE_SECONDS = 150.0  # to write and load 15 GB
 # Until a loader is imported, or has loaded; then it counts as hanging.
 ARM_SECONDS, LARGE_ARM_SECONDS = 20.0, 60.0
 
@@ -1219,9 +1220,11 @@ def tables(context: Context) -> Iterator[Row]:
         share = 1 / len(context.checkpoints)
         plans = [(path, 0.6 * share, 0.4 * share) for path in context.checkpoints]
     else:
-        large = context.left > 150 and room_for(context, 16 << 30)
-        plans = [(context.checkpoint("qwen3-0.6b"), *((0.3, 0.3) if large else (0.6, 0.4)))]
-        if large:
+        why = no_room(context, 16 << 30)
+        if why:
+            yield {"name": "qwen2.5-7b", "verdict": f"refused: {why}"}
+        plans = [(context.checkpoint("qwen3-0.6b"), *((0.6, 0.4) if why else (0.3, 0.3)))]
+        if not why:
             plans.append((context.work / "qwen2.5-7b", 0.4, 0.0))
     processes: dict[str, ArmProcess] = {}
     with cudart_on_path(context):
@@ -1238,14 +1241,23 @@ def tables(context: Context) -> Iterator[Row]:
         process.close()
 
 
-def room_for(context: Context, nbytes: int) -> bool:
-    """Whether disk, memory and device have room for a checkpoint and its page cache."""
+def no_room(context: Context, nbytes: int) -> str:
+    """Why the time, the disk, memory or the device have no room for a checkpoint and its page
+    cache; "" if they have."""
     from gdsload.system import gpu as gpus
     from gdsload.system.available import available_bytes
 
-    free = gpus.device(gpus.ordinal_of(context.device)).memory()[0]
-    disk = shutil.disk_usage(context.work).free
-    return min(free, disk, (available_bytes() or 0) // 2) > nbytes
+    if context.left < LARGE_SECONDS:
+        return f"{context.left:.0f} s left, {LARGE_SECONDS:.0f} s needed"
+    room = {
+        "the device": gpus.device(gpus.ordinal_of(context.device)).memory()[0],
+        "the disk": shutil.disk_usage(context.work).free,
+        "half of memory": (available_bytes() or 0) // 2,
+    }
+    least = min(room, key=room.__getitem__)
+    return (
+        "" if room[least] > nbytes else f"{room[least]:,} bytes of {least} free, {nbytes:,} needed"
+    )
 
 
 @contextmanager

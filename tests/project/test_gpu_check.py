@@ -374,6 +374,27 @@ def test_gpu_check_large_checkpoint_has_few_loaders_with_more_time(
     assert asked == [seconds] * loaders
 
 
+@pytest.mark.parametrize(
+    ("seconds", "why"),
+    [
+        (2, r"refused: \d s left, 150 s needed"),
+        (999, "refused: 1,000 bytes of the device free, 17,179,869,184 needed"),
+    ],
+)
+def test_gpu_check_without_a_large_table_gives_the_reason(
+    seconds: float, why: str, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gdsload.system import gpu
+
+    full = SimpleNamespace(memory=lambda: (1000, 2000))
+    monkeypatch.setattr(gpu, "device", lambda ordinal: full)
+    ends = time.monotonic() + seconds
+    here = SimpleNamespace(device="cuda:0")
+    context = script.Context(here, tmp_path, tmp_path, False, False, ends, [], [])
+    row = next(script.tables(context))
+    assert row["name"] == "qwen2.5-7b" and re.fullmatch(why, row["verdict"])
+
+
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
 def test_gpu_check_without_packages_for_models_refuses_them(
     missing: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
