@@ -2,8 +2,8 @@
 
     python scripts/gpu_check.py --budget 560 --out DIR [CHECKPOINT ...]
 
-    facts ─► exact ─► allocators ─► streams ─► capture ─► exits ─► fork ─► model ─► cufile ─► micro
-      ─► tables, until the budget ends
+    facts ─► exact ─► first ─► allocators ─► streams ─► capture ─► exits ─► fork ─► model ─► cufile
+      ─► micro ─► tables, until the budget ends
 
 Each section is a child process with a time limit: a crash or a hang ends only its section. Each
 result is appended to DIR/results.jsonl at once, stderr of all goes to DIR/log.txt, and
@@ -79,11 +79,12 @@ class Gpu:
     is_real = True
 
     def __init__(self, device: str) -> None:
-        import torch
-
-        self.torch = torch
         self.device = device
         self.host_device = device  # for model and tables: a device that torch itself knows
+
+    @functools.cached_property
+    def torch(self) -> Any:
+        return importlib.import_module("torch")
 
     def empty(self, nbytes: int) -> Any:
         return self.torch.empty(nbytes, dtype=self.torch.uint8, device=self.device)
@@ -487,6 +488,36 @@ def slices(context: Context, source: Path, wanted: dict[str, Any]) -> Row:
     return {"verdict": "exact"}
 
 
+def first_load(context: Context, *, prefetched: bool) -> None:
+    """A load before torch is imported reads into memory of the driver, which then becomes tensors
+    of torch."""
+    import gdsload
+
+    source = context.main_checkpoint
+    with contextlib.ExitStack() as stack:
+        if prefetched:
+            stack.enter_context(gdsload.prefetch(source, context.device))
+        if context.gpu.is_real and "torch" in sys.modules:
+            sys.exit("torch was imported before the load")
+        got = gdsload.load_file(source, context.device)
+    if wrong := differs(got, expected(context.gpu, source)):
+        sys.exit(f"{WRONG}: {wrong}")
+
+
+# Each in a process of its own.
+FIRST_LOADS = {
+    "load before torch": functools.partial(first_load, prefetched=False),
+    "prefetch before torch": functools.partial(first_load, prefetched=True),
+}
+
+
+def first(context: Context) -> Iterator[Row | Check]:
+    """Loads before torch is imported."""
+    _ = context.main_checkpoint
+    for name in FIRST_LOADS:
+        yield Check(name, lambda name=name: ended(context, name))
+
+
 def allocator(context: Context) -> Iterator[Row | Check]:
     """Three ways of reading with another mode of torch's allocator, set in the environment."""
     gpu, source = context.gpu, context.main_checkpoint
@@ -740,26 +771,27 @@ def exits(context: Context) -> Iterator[Row | Check]:
     """Ends of a process in each state, by exit status; and a device that is full."""
     _ = context.main_checkpoint
     for name, (_function, status) in ENDS.items():
-
-        def ended(name: str = name, status: int = status) -> Row:
-            command = [sys.executable, str(Path(__file__).resolve()), *context.arguments]
-            for _ in range(ABORTS if name == "exit-with-daemon" else 1):
-                ran = subprocess.run(
-                    [*command, "--section", name, "--seconds", "40"],
-                    capture_output=True,
-                    text=True,
-                    timeout=45,
-                )
-                if ran.returncode != -signal.SIGABRT:
-                    break
-            trouble = re.search(r"Fatal|terminate called|Segmentation|left: [^0]", ran.stderr)
-            good = ran.returncode == status and not trouble
-            why = f"status {ran.returncode}, expected {status}: {ran.stderr.strip()[-300:]}"
-            return {"verdict": "ok" if good else f"{FAILED}: {why}", "status": ran.returncode}
-
-        yield Check(name, ended)
+        yield Check(name, lambda name=name, status=status: ended(context, name, status))
     if context.gpu.is_real:
         yield Check("full device", lambda: full_device(context))
+
+
+def ended(context: Context, name: str, status: int = 0) -> Row:
+    """A process of its own, judged by its exit status."""
+    command = [sys.executable, str(Path(__file__).resolve()), *context.arguments]
+    for _ in range(ABORTS if name == "exit-with-daemon" else 1):
+        ran = subprocess.run(
+            [*command, "--section", name, "--seconds", "40"],
+            capture_output=True,
+            text=True,
+            timeout=45,
+        )
+        if ran.returncode != -signal.SIGABRT:
+            break
+    trouble = re.search(r"Fatal|terminate called|Segmentation|left: [^0]", ran.stderr)
+    good = ran.returncode == status and not trouble
+    why = f"status {ran.returncode}, expected {status}: {ran.stderr.strip()[-300:]}"
+    return {"verdict": "ok" if good else f"{FAILED}: {why}", "status": ran.returncode}
 
 
 def full_device(context: Context) -> Row:
@@ -1565,8 +1597,10 @@ def one_copy_thread(rows: list[Row]) -> tuple[str, str]:
 CLAIMS = (
     Claim("posix loads exact bytes with every engine, I/O mode and kind of buffer",
           all_good("exact", least=7, names="posix|odd|tiny|checkpoint|end|rest")),
-    Claim("`auto`, `stream`, slices and prefetch to the device give exact bytes",
-          all_good("exact", least=4, names="auto|stream|prefetch|slices|checkpoint|end|rest")),
+    Claim("`auto`, `stream`, slices, prefetch to the device and loads before torch is imported give"
+          " exact bytes",
+          all_good("exact", "first", least=6,
+                   names="auto|stream|prefetch|slices|torch|checkpoint|end|rest")),
     Claim("exact bytes in each mode of torch's allocator", every_allocator),
     Claim("a load waits for older work that uses its memory", reused_memory),
     Claim("no copy arrives after a load was interrupted; threads do not disturb each other",
@@ -1685,6 +1719,7 @@ def allocator_section(mode: str) -> Section:
 SECTIONS = (
     Section("facts", facts, 40.0, {}),
     Section("exact", exact, 160.0, {}),
+    Section("first", first, 40.0, {}),
     *map(allocator_section, ALLOCATOR_MODES),
     Section("streams", streams, 45.0, {}),
     Section("capture", capture, 30.0, {}),
@@ -1713,6 +1748,9 @@ def append(out: Path, section: str, row: Row) -> None:
 
 def run_section(name: str, context: Context) -> None:
     """What a child does."""
+    if name in FIRST_LOADS:
+        FIRST_LOADS[name](context)
+        return
     if name in ENDS:
         ENDS[name][0](context)
         return
@@ -1887,6 +1925,8 @@ def child(wanted: argparse.Namespace) -> int:
         preflight(lambda: make(Gpu, wanted.device))
         return 0
     gpu: Gpu = make(Gpu, wanted.device)
+    if wanted.section not in FIRST_LOADS:
+        importlib.import_module("torch")
     if wanted.section == "arm":
         arm(json.loads(wanted.job), gpu)
     context = Context(

@@ -100,6 +100,7 @@ def test_gpu_check_all_sections_give_good_verdicts(libraries: Path, tmp_path: Pa
     assert bad == {}
     assert verdicts["exact: posix/uring/direct"] == "exact"
     assert verdicts["exact: gds_mt"] == "exact"
+    assert verdicts["first: load before torch"] == "ok"
     assert verdicts["capture: capture in the loading thread"] == "ok"
     assert verdicts["tables: warm tiny: pinned"].startswith("refused")
     assert "| loads are exact while a forked child lives | met |" in summary
@@ -502,6 +503,15 @@ def test_gpu_check_only_memory_that_each_refusal_takes_is_left(
     context = SimpleNamespace(gpu=gpu, main_checkpoint="m")
     row = script.full_device(context)
     assert row["verdict"].startswith(verdict.format(good="ok", total=f"{sum(grown) << 20:,}"))
+
+
+@pytest.mark.parametrize("section", ["load before torch", "prefetch before torch"])
+def test_gpu_check_loads_before_torch_is_imported(section: str, tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--small", "--section", section, "--out", tmp_path]
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, *words, "--work", tmp_path], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_gpu_check_exit_with_daemon_has_started_cuda_before(
