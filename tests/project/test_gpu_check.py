@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdsload
 import gpudoubles
@@ -415,10 +416,41 @@ def test_gpu_check_with_old_transformers_refuses_models(
 
 
 def test_gpu_check_work_that_ended_before_the_load_decides_nothing(script: ModuleType) -> None:
-    row = {"section": "streams", "name": "older work", "verdict": "exact", "reused": 3}
-    assert script.reused_memory([{**row, "seconds": 0.1}])[0] == script.NOT_MEASURED
-    assert script.reused_memory([{**row, "seconds": 0.3, "reused": 0}])[0] == script.NOT_MEASURED
-    assert script.reused_memory([{**row, "seconds": 0.3}])[0] == script.MET
+    row = {"section": "streams", "name": "older work", "verdict": "exact"}
+    row |= {"reused": 3, "seconds": 0.3}
+    assert script.reused_memory([row])[0] == script.NOT_MEASURED
+    assert script.reused_memory([row, {**row, "seconds": 0.1}])[0] == script.NOT_MEASURED
+    assert script.reused_memory([row, {**row, "reused": 0}])[0] == script.NOT_MEASURED
+    assert script.reused_memory([row, row])[0] == script.MET
+    wrong = {**row, "seconds": 0.1, "verdict": "WRONG: the load overwrote memory"}
+    assert script.reused_memory([row, wrong])[0] == script.MISSED
+
+
+def test_gpu_check_kernel_of_older_work_is_loaded_before_the_device_is_busy(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            done.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    gpu = SimpleNamespace(
+        device="cuda:0",
+        empty=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
+        synchronize=lambda: None,
+        keep_busy=lambda seconds: done.append("busy"),
+    )
+    wanted = {"a": torch.zeros(4)}
+    monkeypatch.setattr(script, "poison", lambda gpu, wanted: None)
+    monkeypatch.setattr(gdsload, "load_file", lambda *_, **words: wanted)
+    with Calls():
+        assert script.older_work(gpu, Path("m"), wanted)["verdict"] == "exact"
+    kernel = [each for each in done if each in ("mul", "busy")]
+    assert kernel == ["mul", "busy", "mul"]
 
 
 @pytest.mark.parametrize(("rate", "verdict"), [(9.6, "met"), (9.4, "missed")])
