@@ -426,6 +426,19 @@ def test_gpu_check_work_that_ended_before_the_load_decides_nothing(script: Modul
     assert script.reused_memory([row, wrong])[0] == script.MISSED
 
 
+def test_gpu_check_load_that_was_not_interrupted_decides_nothing(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    refused = "refused: the load ended before it could be interrupted"
+    for name, verdict in (("interrupted with copies queued", refused), ("two threads", "exact")):
+        script.append(tmp_path, "streams", {"name": name, "verdict": verdict})
+    text, _ = script.summary(tmp_path)
+    assert (
+        f"do not disturb each other | not measured | interrupted with copies queued: {refused}"
+        in text
+    )
+
+
 def test_gpu_check_kernel_of_older_work_is_loaded_before_the_device_is_busy(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
