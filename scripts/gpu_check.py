@@ -152,7 +152,7 @@ class Context(NamedTuple):
         from gdsload.synthetic import checkpoints
 
         path = self.work / (name if layers is None else f"{name}-{layers}")
-        refused = path.with_suffix(".refused")  # another section has tried
+        refused = path.with_name(f"{path.name}.refused")  # another section has tried
 
         def require_time(_: int) -> None:
             if self.left < LEAST_SECONDS or refused.exists():

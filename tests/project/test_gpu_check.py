@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gdsload
 import gpudoubles
 from gdsload.errors import CuFileError
+from gdsload.synthetic import checkpoints
 from gpudoubles import CODE, HANG, NEGATIVE
 
 ROOT = Path(__file__).parents[2]
@@ -341,6 +343,22 @@ def test_gpu_check_tables_that_did_not_end_decide_nothing(
     script.append(tmp_path, "tables", {"name": "end", "verdict": "FAILED: it did not end in 9 s"})
     text, _ = script.summary(tmp_path)
     assert "| all loaders of a table give the same bytes | met | 2 checks |" in text
+
+
+def test_gpu_check_checkpoint_that_was_too_slow_refuses_no_other(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(
+        name: str, path: Path, *, layers: int | None, progress: Callable[[int], None]
+    ) -> None:
+        progress(0)
+
+    monkeypatch.setattr(checkpoints, "write", write)
+    context = script.Context(None, tmp_path, tmp_path, True, False, 0.0, [], [])
+    with pytest.raises(script.Refused):
+        context.checkpoint("qwen3-0.6b", 6)
+    later = context._replace(ends=time.monotonic() + 1000)
+    assert later.checkpoint("qwen3-0.6b") == tmp_path / "qwen3-0.6b"
 
 
 @pytest.mark.parametrize(("large", "loaders", "seconds"), [(False, 11, 20.0), (True, 5, 60.0)])
