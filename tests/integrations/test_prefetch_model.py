@@ -136,9 +136,9 @@ def fails(feed: ReadaheadQueue, wanted: TensorSlice) -> bool:
     return False
 
 
-@pytest.mark.parametrize("window_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("kept", [True, False])
 def test_model_waits_for_a_prefetch_in_progress(
-    window_bytes: int, tiny_checkpoint: Path, tmp_path: Path
+    kept: bool, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Also when all that the load itself has read is there."""
     source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
@@ -154,7 +154,8 @@ def test_model_waits_for_a_prefetch_in_progress(
     ):
         gate.request()
         slices = {name: whole(info) for name, info in checkpoint.tensors.items()}
-        with ReadaheadQueue(session, list(slices.values()), window_bytes=window_bytes) as feed:
+        keys = slices if kept else ()
+        with ReadaheadQueue(session, [*slices.values()], kept=keys, window_bytes=1 << 30) as feed:
             feed.start()
             for name in expected.keys() - set(names):
                 assert torch.equal(feed.take(slices[name]), expected[name])

@@ -62,7 +62,7 @@ def wholes(session: Session) -> list[TensorSlice]:
     return [whole(info) for info in session.checkpoint.tensors.values()]
 
 
-@pytest.mark.parametrize("window_bytes", [0, 1, 10_000, 1 << 30])
+@pytest.mark.parametrize("window_bytes", [1, 10_000, 1 << 30])
 @pytest.mark.parametrize("seed", range(4))
 def test_queue_any_order_by_many_threads_gives_every_tensor(
     session: Session, expected: dict[str, torch.Tensor], window_bytes: int, seed: int
