@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -88,9 +89,13 @@ def test_pipeline_ends_with_the_first_error(qwen: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ModelReader, "__init__", broken_once)
     with gdsload.accelerated():
-        with pytest.raises(gdsload.errors.ReadError, match="broken once"):
+        with pytest.raises(gdsload.errors.ReadError, match="broken once") as caught:
             transformers.pipeline("text-generation", model=str(qwen), tokenizer=tokenizer)
         assert len(calls) == 1
+        # A frame that refers to the error would live as long as the collector does not run.
+        frames = [frame.f_locals for frame, _ in traceback.walk_tb(caught.tb)]
+        lists = [one for names in frames for one in names.values() if isinstance(one, list)]
+        assert not any(each is caught.value for one in lists for each in one)
         made = transformers.pipeline("text-generation", model=str(qwen), tokenizer=tokenizer)
     assert gdsload.last_report().integration == FIRST and made.model.dtype == torch.float32
 

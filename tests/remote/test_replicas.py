@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gdsload._native.memory import Region
 from gdsload.backends import DRAM, Memory, OpenFile
 from gdsload.backends.base import Failure
 from gdsload.backends.remote import ReplicaBackend
-from gdsload.errors import FileChanged
+from gdsload.errors import FileChanged, GdsloadError
 from gdsload.planning.read_plan import Transfer
 from gdsload.remote import replicas
 from gdsload.remote.file import RemoteFile
@@ -150,6 +151,20 @@ def test_silent_source_is_not_left_if_it_is_the_last_one() -> None:
     loaded = Loaded(file, step=1 << 20)
     assert loaded.failures == [] and loaded.bytes == DATA
     assert list(loaded.status.refusals) == ["s3://bucket-0"]
+
+
+def test_wait_for_the_last_source_ends_with_the_file() -> None:
+    gate = threading.Event()
+    hung = MemoryFile(DATA)
+    file = replica(hung, silent_seconds=0.02)
+    hung.always = Fault(hang=gate)
+    with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(file.read, 0, 100)
+        assert wait([reading], 0.2).not_done
+        file.close()
+        with pytest.raises(GdsloadError, match="no source is left"):
+            reading.result(60)
+        gate.set()
 
 
 def test_sources_killed_at_random_points_leave_exact_bytes() -> None:

@@ -70,23 +70,27 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
     _allow_all_descriptors()
     code = 1  # of an error
     lifecycle.at_exit(lifecycle.PROCESS, lambda: _leave(code))
-    with (
-        suppress(KeyboardInterrupt),
-        serve_weights(source, checksums=not no_checksums, **options) as server,
-    ):
-        status = server.status()
-        if as_json:
-            terminal.show_json(status._asdict())
-        else:
-            facts = (
-                count(status.tensors, "tensor"),
-                size(status.nbytes),
-                f"version {status.version}",
-            )
-            click.echo(f"{one_line(status.url)}: {', '.join(facts)}")
-        server.wait()
-        while True:
-            time.sleep(3600)
+    try:
+        with (
+            suppress(KeyboardInterrupt),
+            serve_weights(source, checksums=not no_checksums, **options) as server,
+        ):
+            status = server.status()
+            if as_json:
+                terminal.show_json(status._asdict())
+            else:
+                facts = (
+                    count(status.tensors, "tensor"),
+                    size(status.nbytes),
+                    f"version {status.version}",
+                )
+                click.echo(f"{one_line(status.url)}: {', '.join(facts)}")
+            server.wait()
+            while True:
+                time.sleep(3600)
+    except BrokenPipeError:
+        code = terminal.PIPE_CLOSED
+        raise
     code = 0
 
 

@@ -53,7 +53,7 @@ class StagingRing(quiesce.Holder):
     ) -> None:
         """Allocates and registers the slab.
 
-        If `register`, or the function that it returns, raises TimeoutError, or Ctrl-C ends
+        If `register`, or the function that it returns, raises TimeoutError, or a signal ends
         `register`, the slab is never freed.
 
         Raises:
@@ -96,10 +96,10 @@ class StagingRing(quiesce.Holder):
         except OSError as error:  # no thread to register it
             self.free()
             raise PlacementError(f"no staging ring for cuda:{ordinal}: {error.strerror}") from error
-        except BaseException as error:
-            if register is not None and not isinstance(error, Exception):
-                self._undo.clear()  # Ctrl-C: the slab may be registered, or still become so
-            with suppress(CudaFailure):  # Ctrl-C came before it was pinned: it stays mapped
+        except BaseException:  # such as Ctrl-C
+            if register is not None:
+                self._undo.clear()  # the slab may be registered, or still become so
+            with suppress(CudaFailure):  # if it was not pinned yet: it stays mapped
                 self.free()
             raise
         quiesce.register(self, quiesce.RING)

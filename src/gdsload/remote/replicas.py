@@ -166,6 +166,7 @@ class ReplicaFile(RemoteFile):
         self._paths: Counter[str] = Counter()
         self._failovers: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._closed = False
         first, self._header = next(iter(files.values()))
         self.size, self.version, self.digest = first.size, first.version, first.digest
         self.query = first.query
@@ -185,8 +186,10 @@ class ReplicaFile(RemoteFile):
         return ""
 
     def _is_last(self, source: Source) -> bool:
-        """Whether no other source of this file is left."""
-        return all(other.abandoned for other in self._files if other is not source)
+        """Whether somebody still waits for this file, and no other source of it is left."""
+        return not self._closed and all(
+            other.abandoned for other in self._files if other is not source
+        )
 
     def _nobody(self) -> RemoteError:
         reasons = "; ".join(f"{name}: {why}" for name, why in self._sources.refusals.items())
@@ -242,6 +245,7 @@ class ReplicaFile(RemoteFile):
             file.quiesce()
 
     def close(self) -> None:
+        self._closed = True
         for file in self._files.values():
             file.close()
 

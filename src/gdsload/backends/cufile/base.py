@@ -119,9 +119,7 @@ class CuFileBackend(PumpBackend):
             raise BackendUnavailable(
                 f"backend {self.name!r}: {error.strerror}", {self.name: str(error.strerror)}
             ) from error
-        except Exception:  # not Ctrl-C: the call may have succeeded, or may still do so
-            os.close(fd)
-            raise
+        # After any other error, of a signal, the descriptor stays: the call may still succeed.
         self._files.append((handle, fd))
         slots = self._new_slots()
         for slot in slots:

@@ -143,7 +143,7 @@ class Driver(quiesce.Holder):
         self._register(self.library.register_buffer, address, nbytes, device)
 
     def _register(self, register: Callable[..., Any], *what: object) -> Any:
-        # Counted first: a call that takes too long, or that Ctrl-C ends, may still succeed. Then
+        # Counted first: a call that takes too long, or that a signal ends, may still succeed. Then
         # cuFile is never closed.
         self._count(1)
         try:
@@ -152,7 +152,7 @@ class Driver(quiesce.Holder):
             self.stuck = True
             _latch(str(error))
             raise
-        except Exception:
+        except (CuFileFailure, OSError):
             self._count(-1)
             raise
 
@@ -385,7 +385,7 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
                 found.open_driver(owner, OPEN_SECONDS)
     except TimeoutError as error:
         raise _latch(f"{error}: the call is abandoned") from error
-    except KeyboardInterrupt:  # it may be open, or open later
+    except (KeyboardInterrupt, SystemExit):  # of a signal: it may be open, or open later
         _latch("cuFileDriverOpen was interrupted")
         raise
     except OSError as error:  # no thread for the call, which was not made: it may work later

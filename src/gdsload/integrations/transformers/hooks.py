@@ -281,7 +281,7 @@ def _in_pipeline(function: str) -> Patch:
                     return original(*args, **named)
             except ValueError:
                 if failures:
-                    raise failures[0] from None
+                    raise failures.pop() from None  # a list with it would keep its frames alive
                 raise
 
         yield Replacement(module, function, load_model)
