@@ -51,6 +51,10 @@ class Identity(NamedTuple):
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )
 
+    @classmethod
+    def elsewhere(cls, size: int, remote: tuple[str, str], opening: int = 0) -> Identity:
+        return cls(-1, opening, size, 0, 0, remote)
+
 
 class Shard:
     """One open file. It owns its descriptor; close() or garbage collection releases it.
@@ -148,9 +152,14 @@ class Shard:
         return self.directory is not None and self.remote is None
 
     @property
+    def original_path(self) -> str:
+        """The path or URL of the file that `original` identifies."""
+        return self.origin[0] or self.path
+
+    @property
     def original(self) -> Identity:
         """The identity of its bytes: that of the file elsewhere if it is a copy, else its own."""
-        return Identity(-1, 0, self.size, 0, 0, self.origin) if self.cached else self.identity
+        return Identity.elsewhere(self.size, self.origin) if self.cached else self.identity
 
     @property
     def distant(self) -> bool:
@@ -304,7 +313,7 @@ class RemoteShard(Shard):
         self.directory = directory
         self._closed = False
         number = 0 if file.version_is_exact else next(_openings)
-        identity = Identity(-1, number, file.size, 0, 0, (file.key, file.version))
+        identity = Identity.elsewhere(file.size, (file.key, file.version), number)
         super().__init__(-1, identity, path=file.url, name=name)
         self.first_read_seconds = seconds
 

@@ -246,7 +246,7 @@ def _filled(checkpoint: Checkpoint, stall_seconds: float, report: LoadReport) ->
     """All offers. Those that may be of these files are waited for until they are filled."""
     found = offered()
     for each in found:
-        if any(each.may_hold(shard.origin[0] or shard.path) for shard in checkpoint.shards):
+        if any(each.may_hold(shard.original_path) for shard in checkpoint.shards):
             with report.phase("wait for the prefetch"):
                 each.await_filled(stall_seconds)
     return found

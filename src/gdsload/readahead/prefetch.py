@@ -328,8 +328,7 @@ class Prefetch(quiesce.Holder):
         end = time.monotonic() + session.stall_seconds
         for older in takewhile(lambda one: one is not self, prefetches()):
             if (older.tier, older.report.device) == (self.tier, self.report.device) and any(
-                older._offer.may_hold(shard.origin[0] or shard.path)
-                for shard in session.checkpoint.shards
+                older._offer.may_hold(shard.original_path) for shard in session.checkpoint.shards
             ):
                 while (
                     self._state == OPENING

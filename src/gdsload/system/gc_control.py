@@ -54,33 +54,39 @@ def collector_paused() -> Iterator[None]:
 def collector_eased() -> Iterator[None]:
     """Makes the collector run less often. For steps that take long: garbage of other threads is
     still collected."""
-    thresholds = gc.get_threshold()
-    eased = (IMPORT_THRESHOLD, *thresholds[1:])
-    if not 0 < thresholds[0] < IMPORT_THRESHOLD:
-        yield
-        return
-    gc.set_threshold(*eased)
+    before = _ease()
     try:
         yield
     finally:
-        if gc.get_threshold() == eased:  # else the application has set others meanwhile
-            gc.set_threshold(*thresholds)
+        if before:
+            _restore(before)
 
 
 def ease_imports() -> None:
     """Makes the collector run less often until `imports_done`."""
-    thresholds = gc.get_threshold()
-    if not _before and gc.isenabled() and 0 < thresholds[0] < IMPORT_THRESHOLD:
-        _before.append(thresholds)
-        gc.set_threshold(IMPORT_THRESHOLD, *thresholds[1:])
+    if not _before and (before := _ease()):
+        _before.append(before)
 
 
 def imports_done() -> None:
-    """Undoes `ease_imports`, unless the application has set other thresholds meanwhile."""
+    """Undoes `ease_imports`."""
     if _before:
-        thresholds = _before.pop()
-        if gc.get_threshold() == (IMPORT_THRESHOLD, *thresholds[1:]):
-            gc.set_threshold(*thresholds)
+        _restore(_before.pop())
+
+
+def _ease() -> tuple[int, int, int] | None:
+    """The thresholds before; None if they stay as they are."""
+    thresholds = gc.get_threshold()
+    if not gc.isenabled() or not 0 < thresholds[0] < IMPORT_THRESHOLD:
+        return None
+    gc.set_threshold(IMPORT_THRESHOLD, *thresholds[1:])
+    return thresholds
+
+
+def _restore(thresholds: tuple[int, int, int]) -> None:
+    """Undoes `_ease`, unless the application has set other thresholds meanwhile."""
+    if gc.get_threshold() == (IMPORT_THRESHOLD, *thresholds[1:]):
+        gc.set_threshold(*thresholds)
 
 
 def _resume_in_child() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -147,7 +148,8 @@ def _load(
     """`_load_pretrained_model` of transformers 5; `load(state_dict)` calls the original."""
     # transformers maps no file of hf-mount, which may hang in page faults.
     on_hf_mount = getattr(sys.modules[_MODELING], "_is_on_hf_mount", lambda _: False)
-    if getattr(config, "disable_mmap", False) or any(map(on_hf_mount, files)):
+    folders = {os.path.dirname(os.path.realpath(file)) for file in files}  # it reads all mounts
+    if getattr(config, "disable_mmap", False) or any(map(on_hf_mount, folders)):
         options = unmapped(options)
     try:
         with ExitStack() as stack:
