@@ -16,12 +16,13 @@ import torch
 
 import descriptors
 import gdsload
-from forked import end_with, fork
+from forked import end_with, fork, run
 from gdsload.checkpoint import Identity, Shard, file_io, shard as shard_module
 from gdsload.checkpoint.file_io import close_files, open_regular
 from gdsload.checkpoint.shard import close_shards, quiesce_shards
 from gdsload.errors import CheckpointError, FileChanged
 from gdsload.system.cancellation import CancelToken, LoadCancelled
+from seccomp import REFUSE, skip_if_allowed
 
 PATIENCE_SECONDS = 120.0
 
@@ -163,6 +164,38 @@ def test_status_that_cannot_be_read_is_a_change(
     assert str(caught.value) == f"{path}: fstat failed: Stale file handle"
     assert caught.value.path == str(path) and isinstance(caught.value.__cause__, OSError)
     shard.close()
+
+
+UNASKED = """
+import platform
+from gdsload.checkpoint import Identity, Shard
+from gdsload.checkpoint.file_io import open_regular
+from gdsload.errors import FileChanged
+fd, status = open_regular(sys.argv[1])
+shard = Shard(fd, Identity.of(status), path="shard", name="shard", filesystem=sys.argv[2])
+refuse([{"x86_64": 332}.get(platform.machine(), 291)], int(sys.argv[3]))
+try:
+    print(shard.verify_unchanged())
+except FileChanged as changed:
+    print(changed)
+"""
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "code", "said"),
+    [
+        ("nfs4", errno.ENOSYS, "None"),
+        ("nfs4", errno.EPERM, "None"),
+        ("nfs4", errno.ESTALE, "shard: fstat failed: Stale file handle"),
+        ("", errno.ESTALE, "None"),
+    ],
+)
+def test_server_that_cannot_be_asked_is_a_change_unless_the_sandbox_forbids_it(
+    path: Path, filesystem: str, code: int, said: str
+) -> None:
+    printed = run(REFUSE + UNASKED, path, filesystem, code).stdout.strip()
+    skip_if_allowed(printed)
+    assert printed == said
 
 
 def test_file_that_another_one_took_the_place_of_is_not_opened_again(path: Path) -> None:

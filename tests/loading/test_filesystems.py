@@ -22,9 +22,9 @@ import torch
 import gdsload
 from descriptors import none_left
 from gdsload.cli import measuring
-from gdsload.errors import ReadError
+from gdsload.errors import FileChanged, ReadError
 from gdsload.memory import page_cache
-from storage import kept_warm, python
+from storage import kept_warm, python, save
 
 mounts, records = measuring.program("mounts"), measuring.program("records")
 NAME = "model.safetensors"
@@ -166,6 +166,24 @@ def test_error_of_the_filesystem_names_file_offset_and_reason(mounted: Mounted, 
 def test_single_error_of_the_filesystem_is_retried(mounted: Mounted, checked: Any) -> None:
     path = mounted("fuse", error=errno.EIO, error_from=8 << 20, error_times=1)
     assert checked(path, cache="direct").retries == 1
+
+
+def test_change_that_the_kernel_has_not_heard_of_raises_file_changed(tmp_path: Path) -> None:
+    """On a read-only mount it keeps the attributes for as long as the daemon allows."""
+    path = save(tmp_path / NAME, 1)
+    os.utime(path, (1, 1))
+    with ExitStack() as stack:
+        try:
+            point = stack.enter_context(mounts.mounted("fuse", tmp_path))
+        except records.Refused as refused:
+            pytest.skip(str(refused))
+        checkpoint = stack.enter_context(gdsload.Checkpoint.open(point / NAME))
+        checkpoint.verify_unchanged()
+        with open(path, "r+b") as file:
+            file.seek(500_000)
+            file.write(b"\7")
+        with pytest.raises(FileChanged, match="it was written to"):
+            checkpoint.verify_unchanged()
 
 
 def loaded(path: Path) -> None:

@@ -1,9 +1,10 @@
-"""What the kernel knows of a file: the alignment of direct I/O, and its pages in the page cache.
+"""What the kernel knows of a file: the alignment of direct I/O, its attributes, and its pages in the
+page cache.
 
 Raw system calls, because the supported C libraries are older than these calls.
 """
 
-from libc.errno cimport errno
+from libc.errno cimport ENOSYS, EPERM, errno
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -28,6 +29,8 @@ cdef extern from "<unistd.h>" nogil:
 
 cdef enum:
     AT_EMPTY_PATH = 0x1000
+    AT_STATX_FORCE_SYNC = 0x2000
+    STATX_BASIC_STATS = 0x7ff
     STATX_DIOALIGN = 0x2000
     STATX_BYTES = 256
     DIO_MEM_ALIGN_AT = 152       # struct statx is kernel ABI: these offsets never change
@@ -64,6 +67,23 @@ def direct_alignment(int fd):
     memcpy(&memory, answer + DIO_MEM_ALIGN_AT, 4)
     memcpy(&offset, answer + DIO_OFFSET_ALIGN_AT, 4)
     return memory, offset
+
+
+def refresh_attributes(int fd):
+    """Asks the server or the daemon of a distant filesystem for the attributes of a file: `fstat`
+    may answer from a cache.
+
+    Asks nothing on kernels before 4.11, or if a sandbox forbids it. Raises OSError.
+    """
+    cdef uint8_t answer[STATX_BYTES]
+    cdef const char *itself = b""
+    cdef long failed
+    with nogil:
+        failed = syscall(
+            SYS_statx, fd, itself, AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, answer
+        )
+    if failed and errno != ENOSYS and errno != EPERM:
+        raise OSError(errno, os.strerror(errno))
 
 
 def cachestat(int fd, uint64_t offset, uint64_t length):

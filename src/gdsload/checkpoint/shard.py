@@ -20,6 +20,7 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
+from gdsload._native import system
 from gdsload.checkpoint.file_io import close_files, open_regular, read_exactly
 from gdsload.errors import CheckpointError, FileChanged
 from gdsload.remote.directory import RemoteDirectory
@@ -208,6 +209,8 @@ class Shard:
         """Raises FileChanged if the file is no longer the version that was opened."""
         fd = self.fd
         try:
+            if self.distant:
+                system.refresh_attributes(fd)
             status = os.fstat(fd)
         except OSError as error:
             raise FileChanged(
