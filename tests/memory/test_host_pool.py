@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import resource
@@ -25,6 +26,7 @@ from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Lease
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
+from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.synthetic import checkpoints
@@ -185,6 +187,18 @@ def copies(checkpoint: Path, tmp_path: Path, count: int) -> list[Path]:
 
 def sources(pool: warmup.HostPool) -> list[str]:
     return [os.path.basename(one.source) for one in pool.held()]
+
+
+def test_pool_is_shown_where_residency_is_not_available(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with warmup.HostPool(64 * UNIT) as pool:
+        by_load_file(tiny_checkpoint)
+        monkeypatch.setattr(page_cache, "resident_bytes", refused)
+        assert sources(pool) == [tiny_checkpoint.name]
 
 
 def test_the_least_recently_used_makes_room(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from gdsload._native import system
 from gdsload.memory import page_cache
+from gpudoubles import built
 from storage import kept_warm
 
 PAGE = mmap.PAGESIZE
@@ -187,6 +188,42 @@ def test_residency_asked_by_another_user_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-c", AS_ANOTHER, path], capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == "refused"
+
+
+IN_GVISOR = """
+import errno, os, sys
+from gdsload._native import system
+from gdsload.doctor import limits
+from gdsload.memory import page_cache
+
+def refused(*_):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+system.cachestat = refused
+fd = os.open(sys.argv[1], os.O_RDONLY)
+size = os.fstat(fd).st_size
+try:
+    print(page_cache.resident_bytes(fd))
+except OSError as error:
+    print(error.errno == errno.EOPNOTSUPP)
+print(page_cache.wholly_resident(fd, 0, size), page_cache.mostly_resident(fd, 0, size))
+print(page_cache.residency(fd, size), page_cache.resident_share([(fd, size)]))
+found = limits.page_cache()
+print(found.verdict, "every file is treated as cold" in found.detail)
+"""
+
+
+def test_file_counts_as_cold_where_mincore_counts_every_page(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(PAGES * PAGE))
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_GVISOR, path],
+        env={**os.environ, "LD_PRELOAD": str(built("mincore_shim"))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.split() == ["True", "False", "False", "none", "0.0", "no", "True"]
 
 
 def test_resident_share_is_of_the_bytes_of_all_files(fd: int, tmp_path: Path) -> None:

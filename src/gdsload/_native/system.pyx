@@ -4,11 +4,13 @@ page cache.
 Raw system calls, because the supported C libraries are older than these calls.
 """
 
-from libc.errno cimport ENOSYS, EPERM, errno
+from libc.errno cimport ENOSYS, EOPNOTSUPP, EPERM, errno
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
-from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, mincore, mmap, munmap
+from posix.mman cimport (
+    MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, mincore, mmap, munmap
+)
 
 import os
 
@@ -103,8 +105,21 @@ def cachestat(int fd, uint64_t offset, uint64_t length):
     return found.nr_cache
 
 
+cdef bint counts_untouched(uint64_t page) noexcept nogil:
+    """Whether mincore counts a page that nobody can have touched."""
+    cdef unsigned char vec = 0
+    cdef void *mapped = mmap(NULL, page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    if mapped != MAP_FAILED:
+        mincore(mapped, page, &vec)
+        munmap(mapped, page)
+    return vec & 1
+
+
 def mincore_pages(int fd, uint64_t offset, uint64_t length):
-    """The same by mincore, through a mapping of the range: for kernels before cachestat."""
+    """The same by mincore, through a mapping of the range: for kernels before cachestat.
+
+    Raises OSError: EOPNOTSUPP if mincore counts every mapped page, as in gVisor.
+    """
     cdef uint64_t page = page_bytes()
     cdef uint64_t first = page_floor(offset)
     cdef uint64_t end = offset + length
@@ -114,6 +129,8 @@ def mincore_pages(int fd, uint64_t offset, uint64_t length):
     cdef int failed = 0
     if length == 0:
         return 0
+    if counts_untouched(page):
+        raise OSError(EOPNOTSUPP, "this kernel counts every mapped page as resident")
     vec = <unsigned char *>malloc(MINCORE_PAGES)
     if vec == NULL:
         raise MemoryError("no memory to query the page cache")

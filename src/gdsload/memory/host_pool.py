@@ -202,7 +202,7 @@ class HostPool(quiesce.Holder):
                     source,
                     sum(one.length for one in group),
                     sum(one.length for one in group if not one.idle),
-                    sum(page_cache.resident_bytes(one.fd) for one in group),
+                    sum(page_cache.estimated_bytes(one.fd, 0, one.length) for one in group),
                     sum(one.length for one in group if one.pinned),
                     now - max(one.used for one in group),
                 )

@@ -3,7 +3,8 @@
 Uses `cachestat`, which takes microseconds, or `mincore` on older kernels and for overlays, where
 `cachestat` finds no page: the file below has them. Neither reads from the disk or knows the caches
 of other hosts. Both require owning the file or write access: otherwise `cachestat` fails with
-EPERM, and `mincore` reports every page as resident.
+EPERM, and `mincore` reports every page as resident. gVisor has no `cachestat`, and its `mincore`
+reports every page of every file: there, residency is not available.
 """
 
 from __future__ import annotations
