@@ -6,6 +6,7 @@ import errno
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,8 +246,9 @@ def test_engine_whose_trial_reads_nothing_is_tried_again(
     monkeypatch.setattr(engines, "_tried", {})
     empty = tmp_path / "empty"
     empty.touch()
+    module = SimpleNamespace(engine=engines.engine_module("threads").engine, __file__=str(empty))
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "__file__", str(empty))
+        patch.setattr(engines, "engine_module", lambda _: module)
         assert "reads nothing" in str(engines.try_engine("threads"))
     assert engines.try_engine("threads").usable
 

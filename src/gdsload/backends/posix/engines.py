@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,9 +95,8 @@ def _try_engine(engine: str) -> tuple[Support, int]:
     except ImportError as error:  # such as too many open files
         return Support(False, (f"{engine} cannot be opened: {error}",)), errno.EIO
     try:
-        # A small file that surely exists and is in the page cache: this module, or the interpreter.
-        file = __file__ if os.path.isfile(__file__) else sys.executable
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        # Its own file exists, and its first page is in the page cache: it was loaded from there.
+        fd = os.open(module.__file__, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:  # not the engine's fault
         return unopened(engine, error), errno.EIO
     try:
