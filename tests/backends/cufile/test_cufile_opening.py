@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,17 @@ def test_log_is_not_written_to_the_working_directory(doubles: Doubles) -> None:
     library.opened("cuda:0", False)
     assert os.path.isabs(doubles.log_path)
     assert "CUFILE_LOGFILE_PATH" not in os.environ
+
+
+def test_cufile_opens_where_no_directory_is_writable(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unusable() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", unusable)
+    library.opened("cuda:0", False)
+    assert doubles.log_path == "cufile.log"
 
 
 @pytest.mark.parametrize(

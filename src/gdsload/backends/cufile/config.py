@@ -76,10 +76,15 @@ def _without_comment(token: re.Match[str]) -> str:
 
 
 def log_file(found: Settings) -> str:
-    """The file that cuFile should log to, "" if the user has set one."""
+    """The file that cuFile should log to, "" if the user has set one, or no directory for it can be
+    written to."""
     if _LOG in os.environ or found.has_log_directory:
         return ""
-    return os.path.join(tempfile.gettempdir(), f"cufile-{os.getuid()}.log")
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        return ""
+    return os.path.join(folder, f"cufile-{os.getuid()}.log")
 
 
 @contextmanager
