@@ -201,6 +201,12 @@ def test_page_cache_without_cachestat_uses_mincore(
     assert limits.page_cache().verdict == "no"
 
 
+def test_page_cache_without_a_memory_file_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", refuse(errno.EPERM))
+    found = limits.page_cache()
+    assert (found.verdict, found.detail[:15]) == ("partly", "cannot be asked")
+
+
 def test_memory_of_unknown_size_is_partly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "available_bytes", lambda: 23_530_000_000)
     assert limits.memory().detail.startswith("23.53 GB available")

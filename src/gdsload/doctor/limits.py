@@ -50,19 +50,27 @@ def huge_pages(root: str = "/") -> Finding:
 
 def page_cache() -> Finding:
     """Which system call reports the pages of a file in the page cache."""
-    # A file of its own: kernels refuse the pages of others' files.
-    with open(os.memfd_create("gdsload-doctor"), "r+b") as file:
-        file.truncate(mmap.PAGESIZE)
-        try:
-            system.cachestat(file.fileno(), 0, mmap.PAGESIZE)
-            return Finding("page cache", YES, "cachestat")
-        except OSError as error:
-            why, missing = f"cachestat: {error.strerror}", error.errno == errno.ENOSYS
-        try:
-            system.mincore_pages(file.fileno(), 0, mmap.PAGESIZE)
-        except OSError as error:
-            detail = f"{why}; mincore: {error.strerror}; every file is treated as cold"
-            return Finding("page cache", NO, detail)
+    try:
+        # A file of its own: kernels refuse the pages of others' files.
+        with open(os.memfd_create("gdsload-doctor"), "r+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            return _page_cache_of(file.fileno())
+    except OSError as error:
+        return Finding("page cache", PARTLY, f"cannot be asked: no memory file: {error.strerror}")
+
+
+def _page_cache_of(fd: int) -> Finding:
+    """The same, of a file of one page."""
+    try:
+        system.cachestat(fd, 0, mmap.PAGESIZE)
+        return Finding("page cache", YES, "cachestat")
+    except OSError as error:
+        why, missing = f"cachestat: {error.strerror}", error.errno == errno.ENOSYS
+    try:
+        system.mincore_pages(fd, 0, mmap.PAGESIZE)
+    except OSError as error:
+        detail = f"{why}; mincore: {error.strerror}; every file is treated as cold"
+        return Finding("page cache", NO, detail)
     hint = "kernel 6.5 has cachestat" if missing else "let the sandbox allow cachestat"
     return Finding("page cache", PARTLY, f"mincore, which is slower ({why})", hint)
 
