@@ -35,8 +35,8 @@ def collector_paused() -> Iterator[None]:
         yield
         return
     _pausing.append(True)
-    gc.disable()
     try:
+        gc.disable()  # Ctrl-C may be raised as it returns
         yield
     finally:
         # The passes over 100,000 new tensors would take as long as opening their file: count them
@@ -54,12 +54,12 @@ def collector_paused() -> Iterator[None]:
 def collector_eased() -> Iterator[None]:
     """Makes the collector run less often. For steps that take long: garbage of other threads is
     still collected."""
-    before = _ease()
+    before = gc.get_threshold()
     try:
+        _ease()
         yield
     finally:
-        if before:
-            _restore(before)
+        _restore(before)
 
 
 def ease_imports() -> None:
