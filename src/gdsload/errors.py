@@ -141,7 +141,7 @@ class PlacementError(GdsloadError, ValueError, RuntimeError):
 
 
 class IntegrityError(GdsloadError, ValueError):
-    """Bytes of a file differ from their checksum. Nothing was handed out.
+    """Bytes of a file differ from their checksum. They are not handed out.
 
     Attributes:
         path: The file.
