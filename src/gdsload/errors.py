@@ -20,8 +20,9 @@
 Each is raised once, near its cause, and its text is one sentence that names the file. All of them
 can be pickled and keep their attributes.
 
-In the functions that replace those of safetensors, the errors are safetensors.SafetensorError as
-well (`safetensors_errors`). Except CheckpointUnreadable: there safetensors raises an OSError, too.
+In `from_pretrained` and in the functions that replace those of safetensors, the errors are
+safetensors.SafetensorError as well (`safetensors_errors`). Except CheckpointUnreadable: there
+safetensors raises an OSError, too.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import gdsload
@@ -376,8 +377,9 @@ def test_adapter_of_pickled_weights_is_reported_with_the_reason(qwen: Path, tmp_
 
 
 def test_single_file_without_a_config_is_a_checkpoint_error(qwen: Path) -> None:
-    with pytest.raises(gdsload.CheckpointError, match=r"this is a file.*load_file takes one"):
+    with pytest.raises(gdsload.CheckpointError, match=r"this is a file.*one file") as caught:
         gdsload.from_pretrained(min(qwen.glob("*.safetensors")))
+    assert isinstance(caught.value, SafetensorError)
 
 
 def test_accelerate_loads_through_gdsload(qwen: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 
 import gdsload
 import tinymodels
@@ -259,8 +260,15 @@ def test_replaced_weights_give_no_model(server: ObjectServer) -> None:
 def test_missing_model_and_single_file_are_errors(server: ObjectServer) -> None:
     with pytest.raises(CheckpointNotFound, match="s3://bucket/nothing"):
         gdsload.from_pretrained(server.url("s3", "nothing"))
-    with pytest.raises(CheckpointError, match="needs the directory"):
-        gdsload.from_pretrained(server.url("http", "model/model-00001-of-00002.safetensors") + "?a")
+    file = server.url("http", "model/model-00001-of-00002.safetensors") + "?a"
+    owner: Any
+    for owner in (gdsload, transformers.AutoModelForCausalLM):
+        with (
+            gdsload.accelerated(),
+            pytest.raises(CheckpointError, match="needs the directory") as caught,
+        ):
+            owner.from_pretrained(file)
+        assert isinstance(caught.value, SafetensorError)
 
 
 @pytest.mark.parametrize("folder", ["./a", "a//b", "a/./b/"])

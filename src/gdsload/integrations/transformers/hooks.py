@@ -354,7 +354,7 @@ def _from_url(owner: str) -> Patch:
             url: Any = args[0] if args else words.get(_SOURCE)
             if active() is None or not is_url(url):
                 return plain(cls, *args, **words)
-            with stand_in(url, words) as top:
+            with safetensors_errors(), stand_in(url, words) as top:
                 words.pop(_SOURCE, None)
                 loaded = plain(cls, top, *args[1:], **words)
                 rename(loaded, top, url)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gdsload.errors import CheckpointError
+from gdsload.errors import CheckpointError, safetensors_errors
 from gdsload.integrations import other_libraries
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
@@ -47,6 +47,7 @@ _lock = fork_safe_lock(sys.modules[__name__])
 hooks.patcher.add(other_libraries.PATCHES)
 
 
+@safetensors_errors()
 def from_pretrained(
     source: str | os.PathLike[str],
     *args: Any,
