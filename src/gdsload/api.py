@@ -121,7 +121,8 @@ def load_file(
     Replaces `safetensors.torch.load_file`. On the CPU, a file that is in the page cache (98 %
     of it, on network storage all) is mapped privately and read lazily. Other files are read into
     the page cache and mapped if there is room for them in memory; otherwise they are read into
-    place with direct I/O, or mapped if there is no room for that either.
+    place with direct I/O. Local files that have no room in memory at all are mapped, unless
+    `cache`, `page_cache`, `verify`, a host pool or another engine than `threads` rules it out.
 
     Args:
         filename: A .safetensors file, a directory, an index file, or the id of a model in the
