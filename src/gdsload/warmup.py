@@ -217,7 +217,7 @@ def hook(
         names: As for `gdsload.prefetch`.
         limit_bytes: As for `gdsload.prefetch`.
         keep: As for `gdsload.prefetch`.
-        backend: As for `load_file`.
+        backend: "auto" or the name of a backend.
         cache: As for `load_file`.
         page_cache: As for `load_file`; not for tier "pagecache".
         options: As for `load_file`.

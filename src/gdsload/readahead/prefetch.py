@@ -563,7 +563,7 @@ def prefetch(
         names: The tensors to read, as for `load_file`. None reads all.
         limit_bytes: For "pagecache": bytes to read at most. None: the available memory.
         keep: Whether bytes that the first load does not take are held until `close`.
-        backend: As for `load_file`.
+        backend: "auto" or the name of a backend.
         cache: As for `load_file`.
         page_cache: As for `load_file`; not for tier "pagecache".
         options: As for `load_file`.
