@@ -54,7 +54,11 @@ def _parameters(
     callback=_parameters,
     help="A parameter of that backend; may be repeated.",
 )
-@click.option("--no-checksums", is_flag=True, help="Serve at once, without a manifest.")
+@click.option(
+    "--no-checksums",
+    is_flag=True,
+    help="Serve without a manifest, when all bytes have arrived.",
+)
 @terminal.json_of
 @terminal.common
 def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> None:
