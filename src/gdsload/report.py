@@ -81,8 +81,10 @@ class LoadReport:
         filesystem: The type of the network or FUSE filesystem that was read, the scheme of the URL,
             such as "s3", or "".
         depth: Reads in flight at most, 0 if nothing was read.
-        page_cache: With `page_cache` "auto" or "fill", whether the reads filled the page cache, and
-            why, and about how much it held before; "" otherwise, or if nothing was read.
+        page_cache: Whether the reads filled the page cache, and why, and about how much it held
+            before. "" if nothing was read, or if the load could not fill it: with `page_cache`
+            "keep" or "drop", checksums or a host pool, into VRAM, from elsewhere, or by another
+            engine than `threads`.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.
