@@ -80,7 +80,8 @@ class LoadReport:
             files in the hub cache. A slice is compared in the blocks that it contains wholly.
         filesystem: The type of the network or FUSE filesystem that was read, the scheme of the URL,
             such as "s3", or "".
-        depth: Reads in flight at most, 0 if nothing was read.
+        depth: Reads in flight at most, 0 if nothing was read. The engine `threads` has half of
+            them, at least 8, in the kernel at a time.
         page_cache: Whether the reads filled the page cache, and why, and about how much it held
             before. "" if nothing was read, or if the load could not fill it: with `page_cache`
             "keep" or "drop", checksums or a host pool, into VRAM, from elsewhere, or by another
