@@ -600,7 +600,7 @@ def plan(
     strict: bool = True,
     header_limit: int = HEADER_LIMIT_BYTES,
 ) -> ReadPlan:
-    """Plans the reads of a load with an empty page cache. Only headers are read.
+    """Plans the reads of a cold load past the page cache. Only headers are read.
 
     Args:
         source: A file, a directory, an index file, or a model id, as for `load_file`.

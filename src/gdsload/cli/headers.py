@@ -92,7 +92,7 @@ def plan(
     as_json: bool,
     **where: Any,
 ) -> None:
-    """Prints the reads of a load with an empty page cache. Reads headers only."""
+    """Prints the reads of a cold load past the page cache. Reads headers only."""
     names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
         files = [shard.name for shard in checkpoint.shards]
