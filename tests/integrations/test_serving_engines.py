@@ -410,11 +410,14 @@ def test_reader_ends_the_load_when_it_is_closed(model: Path) -> None:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The devices that `stream` is asked for; all of them are the CPU."""
+    """The devices that `stream` is asked for; all of them are the CPU, in place of a GPU with any
+    backend."""
     asked: list[str] = []
 
     def stream(files: list[str], device: str, **keywords: Any) -> Iterator[Any]:
         asked.append(device)
+        if device != "cpu":
+            keywords["backend"] = "auto"
         return gdsload.stream(files, "cpu", **keywords)
 
     monkeypatch.setattr(engine_weights, "stream", stream)
@@ -430,6 +433,16 @@ def test_tensors_that_a_model_keeps_are_bounded_on_the_device(
     assert len(weights) == len(WEIGHTS)  # each of them once
     assert devices == ["cuda:0", "cpu"]
     assert "handed over in host memory" in caplog.text
+
+
+def test_tensors_beyond_the_bound_need_no_backend_that_reads_to_the_host(
+    model: Path, devices: list[str]
+) -> None:
+    reader = WeightsReader({"held_bytes": 30, "backend": "gds_mt"})
+    assert_same(dict(list(reader.read(files_of(model), "cuda:0", log))), WEIGHTS)
+    assert devices == ["cuda:0", "cpu"]
+    with pytest.raises(gdsload.BackendUnavailable, match="gds_mt"):
+        next(reader.read(files_of(model), "cpu", log))
 
 
 def test_tensors_that_a_model_copies_stay_on_the_device(model: Path, devices: list[str]) -> None:

@@ -98,10 +98,9 @@ class WeightsReader:
         self._window_bytes: int = values.pop("window_bytes", WINDOW_BYTES)
         asked = values.get("backend", "auto"), values.get("cache", "auto")
         backend, cache = safetensors_mode(*asked)
-        settings = ReadSettings(**{**values, "backend": backend, "cache": cache})
+        self._settings = ReadSettings(**{**values, "backend": backend, "cache": cache})
         device_name.require_target(self.device)
-        _require_backend(settings.backend, settings.options)
-        self._keywords = values
+        _require_backend(self._settings.backend, self._settings.options)
 
     def read(
         self,
@@ -116,8 +115,8 @@ class WeightsReader:
         """Yields the tensors of the files, each with memory of its own or that it keeps alive.
 
         A model may collect them in a list. When those that it keeps take more than `held_bytes` of
-        device memory, the rest is yielded in host memory; not with a group, whose ranks would have
-        to do so at the same tensor.
+        device memory, the rest is yielded in host memory, where a backend that cannot read there
+        is "auto"; not with a group, whose ranks would have to do so at the same tensor.
 
         Args:
             files: The shards.
@@ -137,7 +136,7 @@ class WeightsReader:
         def rest(name: str) -> bool:
             return name not in done and (wanted is None or wanted(name))
 
-        def pairs(device: str) -> Iterator[tuple[str, torch.Tensor]]:
+        def pairs(device: str, settings: ReadSettings) -> Iterator[tuple[str, torch.Tensor]]:
             return stream(
                 sorted(files, key=_natural_order),
                 device,
@@ -146,12 +145,12 @@ class WeightsReader:
                 group=group,
                 strict=False,  # of two tensors of one name the last counts, as for the engines
                 progress=progress,
-                **self._keywords,
+                **settings.keywords(),
             )
 
         held = _Held()
         crowded = False
-        with closing(pairs(device)) as on_device:  # type: ignore[type-var]
+        with closing(pairs(device, self._settings)) as on_device:  # type: ignore[type-var]
             for name, tensor in on_device:
                 if crowded := held.exceeds(self._held_bytes):
                     del tensor
@@ -169,7 +168,7 @@ class WeightsReader:
                 self._held_bytes,
                 device,
             )
-            yield from pairs("cpu")
+            yield from pairs("cpu", self._settings.for_host())
             log.info("gdsload: %s", last_report().summary())
 
 
