@@ -299,6 +299,20 @@ def test_accelerate_load_equals_stock_and_is_read_by_gdsload(how: str, qwen: Pat
         require_read(found, files, len(checkpoint.tensors))
 
 
+def test_accelerate_load_to_the_cpu_needs_no_backend_that_reads_there(qwen: Path) -> None:
+    """accelerate opens a file on the CPU for its names, and loads to it unless told otherwise."""
+    import accelerate
+
+    stock, ours = empty(qwen), empty(qwen)
+    accelerate.load_checkpoint_in_model(stock, str(qwen))
+    with reports(backend="gds_mt") as found:
+        accelerate.load_checkpoint_in_model(ours, str(qwen))
+        with pytest.raises(gdsload.BackendUnavailable, match="gds_mt"):
+            gdsload.load_file(next(qwen.glob("*.safetensors")), backend="gds_mt")
+    require_same(stock.state_dict(), ours.state_dict())
+    assert {report.source for report in found} >= set(map(str, qwen.glob("*.safetensors")))
+
+
 def test_accelerate_offload_to_disk_equals_stock(qwen: Path, tmp_path: Path) -> None:
     import accelerate
 

@@ -138,7 +138,7 @@ def _drop_in(name: str, drop_in: Callable[[Call], Call]) -> Patch:
 def _drop_in_open(original: Call) -> Call:
     @functools.wraps(original)
     def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **rest: Any) -> Any:
-        arguments = _arguments(**rest)
+        arguments = _arguments(device, **rest)
         if arguments is None or framework != "pt":
             return original(filename, framework=framework, device=device, **rest)
         from gdsload import safe_open as ours
@@ -151,7 +151,7 @@ def _drop_in_open(original: Call) -> Call:
 def _drop_in_load(original: Call) -> Call:
     @functools.wraps(original)
     def load_file(filename: Any, device: Any = "cpu", **rest: Any) -> Any:
-        arguments = _arguments(**rest)
+        arguments = _arguments(device, **rest)
         if arguments is None:
             return original(filename, device=device, **rest)
         from gdsload import load_file as ours
@@ -161,13 +161,16 @@ def _drop_in_load(original: Call) -> Call:
     return load_file
 
 
-def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
+def _arguments(device: Any, backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
     """Arguments for gdsload's functions, given `backend` of safetensors; None if the call is not
     for gdsload. "mmap" is safetensors' default and means no wish."""
     options = active()
     if options is None or unknown or backend not in ("mmap", "pread"):
         return None
-    return (unmapped(options) if backend == "pread" else options).reading.keywords()
+    reading = (unmapped(options) if backend == "pread" else options).reading
+    # Libraries open files on the CPU for the names alone, and may load to it what is for a GPU.
+    to_host = device is None or str(device).partition(":")[0] == "cpu"
+    return (reading.for_host() if to_host else reading).keywords()
 
 
 PATCHES: dict[str, tuple[Patch, ...]] = {

@@ -253,7 +253,8 @@ def accelerated(
     inside it; `last_report` is that of the last one.
 
     Args:
-        backend: "auto" or the name of a backend.
+        backend: "auto" or the name of a backend. Where other libraries than transformers load to
+            the CPU, one that cannot read there is "auto".
         cache: "auto", "direct", "buffered" or "mapped", as for `gdsload.load_file`.
         page_cache: "auto", "keep", "drop" or "fill", as for `gdsload.load_file`.
         options: Options of the backend, by name.
@@ -296,7 +297,8 @@ def install(
     A second call changes the options. Imports neither torch nor transformers.
 
     Args:
-        backend: "auto" or the name of a backend.
+        backend: "auto" or the name of a backend. Where other libraries than transformers load to
+            the CPU, one that cannot read there is "auto".
         cache: "auto", "direct", "buffered" or "mapped", as for `gdsload.load_file`.
         page_cache: As for `gdsload.load_file`.
         options: Options of the backend, by name.
