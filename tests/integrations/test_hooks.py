@@ -240,6 +240,22 @@ def test_missing_hook_falls_back_to_safe_open(
     assert open_files(mixture) == []
 
 
+@pytest.mark.skipif(NEW, reason="no version since 5.0 reads shards in threads")
+def test_shards_that_threads_of_transformers_read_are_read_by_gdsload(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a URL, whose local files have no data."""
+    monkeypatch.setenv("HF_ENABLE_PARALLEL_LOADING", "1")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen).state_dict()
+    with gdsload.Checkpoint.open(qwen) as checkpoint:
+        number = len(checkpoint.tensors)
+    for source in (qwen, gdsload.replicas(qwen)):
+        ours = gdsload.from_pretrained(source).state_dict()
+        assert all(tinymodels.same_bytes(stock[name], ours[name]) for name in stock | ours)
+        report = gdsload.last_report()
+        assert (report.integration, report.tensors) == ("safe_open", number)
+
+
 def test_other_weights_are_left_to_transformers(tmp_path: Path) -> None:
     model = tinymodels.build("gpt2")
     model.save_pretrained(tmp_path)

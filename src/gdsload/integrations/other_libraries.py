@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 from gdsload.integrations.transformers.hooks import (
     STOCK,
+    THREAD_POOL,
     Call,
     active,
     chosen,
@@ -114,20 +113,6 @@ def _patch_from_pretrained(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(owner, name, classmethod(from_pretrained))
 
 
-class _ThreadPool(ThreadPoolExecutor):
-    """Its threads have the context variables of the caller: `accelerated` applies to them."""
-
-    def submit(self, *call: Any, **named: Any) -> Any:
-        return super().submit(copy_context().run, *call, **named)
-
-
-def _patch_thread_pool(module: ModuleType) -> Iterator[Replacement]:
-    name = "ThreadPoolExecutor"
-    if function_of(module, name) is not ThreadPoolExecutor:
-        raise Misfit("it is not the one of the standard library")
-    yield Replacement(module, name, _ThreadPool)
-
-
 def _drop_in(name: str, drop_in: Callable[[Call], Call]) -> Patch:
     """Replaces a function of safetensors, or one that another package imports from there."""
     return Patch(
@@ -181,7 +166,7 @@ PATCHES: dict[str, tuple[Patch, ...]] = {
     ),
     "diffusers.models.model_loading_utils": (
         _reader("load_state_dict", "checkpoint_file"),
-        Patch("ThreadPoolExecutor", _patch_thread_pool, optional=True),
+        THREAD_POOL,
     ),
     "diffusers.models.modeling_utils": (
         _reader("load_state_dict", "checkpoint_file"),

@@ -18,11 +18,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from gdsload.errors import BackendUnavailable, GdsloadError, safetensors_errors
 from gdsload.integrations.transformers import module_callbacks
@@ -71,6 +71,10 @@ outer_report: ContextVar[LoadReport | None] = ContextVar("gdsload.report", defau
 _opener: ContextVar[Callable[[str, Any], OpenedFile] | None] = ContextVar(
     "gdsload.opener", default=None
 )
+# Set while transformers 4.57 loads a model, shard by shard.
+_old_load: ContextVar[tuple[Options, LoadReport] | None] = ContextVar(
+    "gdsload.old_load", default=None
+)
 # The errors of loads inside `transformers.pipeline`.
 _failures: ContextVar[list[GdsloadError] | None] = ContextVar("gdsload.failures", default=None)
 
@@ -84,8 +88,6 @@ class Installed:
 installed = Installed()
 _logged: set[tuple[str, str]] = set()
 _logged_lock = fork_safe_lock(sys.modules[__name__], "_logged_lock")
-# Models that transformers 4.57 is loading. It may read their shards in threads of its own.
-_old_models: WeakKeyDictionary[Any, tuple[Options, LoadReport]] = WeakKeyDictionary()
 
 
 def active() -> Options | None:
@@ -199,12 +201,8 @@ def _load_old(
 ) -> Any:
     """`_load_pretrained_model` of transformers 4.57, which opens one shard after the other."""
     note(report, SAFE_OPEN, "transformers before 5.0 has no state dict of slices")
-    _old_models[model] = options, report
-    try:
-        with report.phase("transformers"):
-            return load(None)
-    finally:
-        del _old_models[model]
+    with held(_old_load, (options, report)), report.phase("transformers"):
+        return load(None)
 
 
 def _patch_load(module: ModuleType) -> Iterator[Replacement]:
@@ -233,7 +231,7 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
             return call(model, state_dict, files, config, *args[4:], **named)
 
         options = active()
-        if options is None or running.get() is not None or model in _old_models:
+        if options is None or running.get() is not None or _old_load.get() is not None:
             return original(state_dict)
         # In transformers 4.57 the fourth argument is the name itself.
         title = config
@@ -299,7 +297,7 @@ def _patch_old_shard(module: ModuleType) -> Iterator[Replacement]:
     def load_shard(
         model: Any, state_dict: Any, path: Any, names: Any, *rest: Any, **named: Any
     ) -> Any:
-        known = _old_models.get(model)
+        known = _old_load.get()
         if known is None or not str(path).endswith(".safetensors"):
             return original(model, state_dict, path, names, *rest, **named)
         options, report = known
@@ -391,6 +389,21 @@ def _patch_open(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(module, "safe_open", safe_open)
 
 
+class _ThreadPool(ThreadPoolExecutor):
+    """Its threads have the context variables of the caller: `accelerated` applies to them."""
+
+    def submit(self, *call: Any, **named: Any) -> Any:
+        return super().submit(copy_context().run, *call, **named)
+
+
+def _patch_thread_pool(module: ModuleType) -> Iterator[Replacement]:
+    name = "ThreadPoolExecutor"
+    if function_of(module, name) is not ThreadPoolExecutor:
+        raise Misfit("it is not the one of the standard library")
+    yield Replacement(module, name, _ThreadPool)
+
+
+THREAD_POOL = Patch("ThreadPoolExecutor", _patch_thread_pool, optional=True)
 patcher = Patcher(
     {
         _MODELING: (
@@ -399,6 +412,7 @@ patcher = Patcher(
             Patch("safe_open", _patch_open),
             *MODELING_PATCHES,
             Patch(_OLD_SHARD, _patch_old_shard, optional=True),  # before transformers 5
+            THREAD_POOL,  # before transformers 5
             Patch(_DISTRIBUTED, _patch_distributed, optional=True),  # since transformers 5.23
         ),
         _LOADING: LOADING_PATCHES,
