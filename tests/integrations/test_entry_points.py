@@ -83,13 +83,18 @@ def test_device_map_gives_the_model_of_transformers(
 
 
 def test_offloaded_tensors_are_not_read(qwen: Path, tmp_path: Path) -> None:
-    if not NEW:
-        pytest.skip("transformers 4.57 reads what it leaves on disk")
     both(qwen, device_map=MAPS["disk"], offload_folder=str(tmp_path))
     report = gdsload.last_report()
     assert report.fates["skip"] > 0
-    total = sum(p.stat().st_size for p in qwen.glob("*.safetensors"))
-    assert report.wanted_bytes < 0.75 * total
+    with gdsload.Checkpoint.open(qwen) as checkpoint:
+        infos = checkpoint.tensors.values()
+        assert report.wanted_bytes == sum(i.nbytes for i in infos if "layers.1." not in i.name)
+
+
+def test_tensors_of_a_url_cannot_be_left_on_disk(qwen: Path, tmp_path: Path) -> None:
+    words = {"device_map": MAPS["disk"], "offload_folder": str(tmp_path)}
+    with pytest.raises(gdsload.CheckpointError, match="device_map leaves tensors on disk"):
+        gdsload.from_pretrained(gdsload.replicas(qwen), **words)
 
 
 @needs_new

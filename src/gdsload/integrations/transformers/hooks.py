@@ -292,6 +292,7 @@ def _in_pipeline(function: str) -> Patch:
 def _patch_old_shard(module: ModuleType) -> Iterator[Replacement]:
     parameters = ("model", "state_dict", "shard_file", "reverse_renaming_mapping")
     original = function_of(module, _OLD_SHARD, *parameters)
+    expanded = function_of(module, "expand_device_map", "device_map", "param_names", exact=True)
 
     @functools.wraps(original)
     def load_shard(
@@ -302,9 +303,13 @@ def _patch_old_shard(module: ModuleType) -> Iterator[Replacement]:
             return original(model, state_dict, path, names, *rest, **named)
         options, report = known
         with ModelReader([str(path)], options, report) as reader:
+            places = named.get("device_map", rest[0] if rest else None) or {}
             mesh = named.get("device_mesh", rest[5] if len(rest) > 5 else None)
+            # It takes what it leaves on disk, too, and drops it.
+            on_disk = {names[k] for k, at in expanded(places, state_dict).items() if at == "disk"}
             # A rank of a mesh needs parts that are known only when it asks for them.
-            reader.expect([] if mesh is not None else [names[key] for key in state_dict])
+            wanted = [] if mesh is not None else [names[key] for key in state_dict]
+            reader.expect([name for name in wanted if name not in on_disk], on_disk)
             with held(_opener, lambda _, device: reader.opened(device)):
                 result = original(model, state_dict, path, names, *rest, **named)
             reader.finish()

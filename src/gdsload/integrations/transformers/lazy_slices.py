@@ -5,7 +5,7 @@ responsible for reading (`readahead_queue`, `parameter_writer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Mapping
+from collections.abc import Callable, Container, ItemsView, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -120,7 +120,7 @@ class StateDict(dict[str, LazySlice]):
 
 class OpenedFile:
     """A checkpoint of one file, with the members of `safetensors.safe_open`. `leave`, if any, is
-    called at the end of its `with` block."""
+    called at the end of its `with` block; `on_disk` names tensors that are not read."""
 
     def __init__(
         self,
@@ -128,11 +128,13 @@ class OpenedFile:
         queue: ReadaheadQueue,
         device: Any = "cpu",
         leave: Callable[[], None] | None = None,
+        on_disk: Container[str] = (),
     ) -> None:
         self._checkpoint = checkpoint
         self._queue = queue
         self._device = None if str(device) == "cpu" else device
         self._leave = leave
+        self._on_disk = on_disk
 
     def keys(self) -> list[str]:
         """The names, sorted."""
@@ -148,7 +150,8 @@ class OpenedFile:
 
     def get_slice(self, name: str) -> LazySlice:
         """A tensor to be indexed. Raises CheckpointError for an unknown name."""
-        return LazySlice(self._queue, self._checkpoint.info(name), self._device)
+        kind = MappedSlice if name in self._on_disk else LazySlice
+        return kind(self._queue, self._checkpoint.info(name), self._device)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """The whole tensor."""

@@ -143,12 +143,8 @@ class ModelReader:
                 )
             except (AttributeError, ImportError, LookupError, TypeError) as error:
                 raise Misfit(f"{type(error).__name__}: {error}") from error
-        if plan.lazy and self.checkpoint.remote:
-            raise CheckpointError(
-                f"{self.checkpoint.source}: device_map leaves tensors on disk, but these files are"
-                " not on this machine"
-            )
-        self.plan, options = plan, self.options
+        self._use(plan)
+        options = self.options
         self.ties = TiedWeights(model)
         reading = options.reading
         written = [info for name, info in self.checkpoint.tensors.items() if name in plan.written]
@@ -191,6 +187,15 @@ class ModelReader:
         )
         self._begin(self.writer)
         self._count(plan.count())
+
+    def _use(self, plan: LoadPlan) -> None:
+        """Takes a plan. Raises CheckpointError if it maps files that are not on this machine."""
+        if plan.lazy and self.checkpoint.remote:
+            raise CheckpointError(
+                f"{self.checkpoint.source}: device_map leaves tensors on disk, but these files are"
+                " not on this machine"
+            )
+        self.plan = plan
 
     def _reached(self, device: str) -> str:
         if device not in self._devices:
@@ -284,8 +289,9 @@ class ModelReader:
             found.update(plan.parameters[name] for name in names)
         return found
 
-    def expect(self, names: Sequence[str]) -> None:
-        """Posts the first reads of these tensors, in this order."""
+    def expect(self, names: Sequence[str], on_disk: set[str]) -> None:
+        """Posts the first reads of these tensors, in this order. Those `on_disk` are not read."""
+        self._use(LoadPlan(lazy=on_disk))
         tensors = self.checkpoint.tensors
         self._count({"materialised": len(names), SKIP: len(tensors) - len(names)})
         self.queue = self._queue(self.session, [whole(tensors[name]) for name in names])
@@ -318,7 +324,7 @@ class ModelReader:
     def opened(self, device: Any = "cpu", leave: Callable[[], None] | None = None) -> OpenedFile:
         """The checkpoint as an opened file. `leave` is called at the end of its `with` block."""
         gpu.why_not(plain_name(device))  # opens a GPU: see `gpu.capture_relaxed`
-        return OpenedFile(self.checkpoint, self.queue, device, leave)
+        return OpenedFile(self.checkpoint, self.queue, device, leave, self.plan.lazy)
 
     def finish(self) -> None:
         """Completes the report. To be called after the last tensor was taken, before the model is
