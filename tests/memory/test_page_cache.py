@@ -156,7 +156,9 @@ def test_foreign_file_on_a_disk_that_answers_at_once_is_cold(
     assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
 
 
-def test_foreign_file_with_pages_that_can_be_read_at_once_is_warm(foreign: int) -> None:
+def test_foreign_file_with_pages_that_can_be_read_at_once_is_warm(
+    foreign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.pread(foreign, 1 << 20, 0)
     try:
         os.preadv(foreign, [bytearray(1)], 0, os.RWF_NOWAIT)
@@ -166,6 +168,9 @@ def test_foreign_file_with_pages_that_can_be_read_at_once_is_warm(foreign: int) 
         assert page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
         assert page_cache.mostly_resident(foreign, 10 * PAGE + 17, 1)
         assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) == PAGES * PAGE
+        assert page_cache.residency(foreign, PAGES * PAGE) == "all"
+        monkeypatch.setattr(page_cache, "SAMPLE_BYTES", PAGE // 2)
+        assert page_cache.residency(foreign, PAGES * PAGE) == "all", "of a large file"
 
 
 AS_ANOTHER = """
@@ -254,4 +259,4 @@ def test_residency_of_a_large_file_asks_about_samples_only(
     assert page_cache.residency(fd, PAGES * PAGE) == "some"
     os.pread(fd, PAGES * PAGE, 0)
     assert page_cache.residency(fd, PAGES * PAGE) == "all"
-    assert asked == [PAGE] * 12
+    assert asked == [1] * 12

@@ -116,6 +116,11 @@ def _blocks_read() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
 
 
+def _samples_readable_at_once(fd: int, offset: int, length: int) -> bool:
+    """Whether all sampled pages of a range are; stops at the first that is not."""
+    return all(_readable_at_once(fd, at) for at in _sample_offsets(offset, length))
+
+
 def wholly_resident(fd: int, offset: int, length: int) -> bool:
     """Whether every page that the range touches is in the page cache."""
     first = offset // PAGESIZE * PAGESIZE
@@ -141,10 +146,8 @@ def mostly_resident(fd: int, offset: int, length: int) -> bool:
             found += resident_bytes(fd, at, size)
             if found < WARM_SHARE * size * number - size:  # cold for certain: no need to go on
                 return False
-    except PermissionError:  # a file of another user: stops at the first cold page
-        return length > 0 and all(
-            _readable_at_once(fd, at) for at in _sample_offsets(offset, length)
-        )
+    except PermissionError:  # a file of another user
+        return length > 0 and _samples_readable_at_once(fd, offset, length)
     except OSError:  # residency is not available: unknown counts as cold
         return False
     return found >= WARM_SHARE * size * len(samples)
@@ -153,13 +156,16 @@ def mostly_resident(fd: int, offset: int, length: int) -> bool:
 def residency(fd: int, length: int) -> str:
     """Whether "all", "none" or "some" of the first `length` bytes of a file are in the page cache.
 
-    A large file is sampled: "all" and "none" may then be wrong for a few pages.
+    A large file is sampled: "all" and "none" may then be wrong for a few pages. One of another user
+    is always sampled, and "some" of it is "none".
     """
-    if length > SAMPLES * SAMPLE_BYTES:
-        warm = {wholly_resident(fd, at, 1) for at in _sample_offsets(0, length)}
-        return "some" if len(warm) > 1 else "all" if warm.pop() else "none"
     try:
+        if length > SAMPLES * SAMPLE_BYTES:
+            warm = {resident_bytes(fd, at, 1) for at in _sample_offsets(0, length)}
+            return "some" if len(warm) > 1 else "all" if warm.pop() else "none"
         found = resident_bytes(fd, 0, length) if length else 0
+    except PermissionError:  # a file of another user
+        return "all" if _samples_readable_at_once(fd, 0, length) else "none"
     except OSError:  # residency is not available: unknown counts as cold
         found = 0
     return "some" if 0 < found < length else "all" if found else "none"
