@@ -148,12 +148,20 @@ def test_options_of_reads_past_the_page_cache_are_kept(path: Path, options: Any)
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "mode"), [(4096, "direct"), (128 << 10, "mapped"), (None, "mapped")]
+    ("nbytes", "huge", "mode"),
+    [
+        (4096, True, "direct"),
+        (128 << 10, True, "mapped"),
+        (128 << 10, False, "direct"),
+        (1 << 20, False, "mapped"),
+        (None, False, "mapped"),
+    ],
 )
 def test_disk_with_a_short_read_ahead_is_read_past_the_page_cache(
-    path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int | None, mode: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int | None, huge: bool, mode: str
 ) -> None:
     monkeypatch.setattr(page_cache_fill, "read_ahead_bytes", lambda _: nbytes)
+    monkeypatch.setattr(page_cache_fill, "reads_ahead_by_huge_pages", lambda: huge)
     gdsload.load_file(path)
     assert mode in io_modes(gdsload.last_report())
     page_cache.evict(path)

@@ -120,6 +120,24 @@ def test_read_ahead_of_an_overlay_is_the_longest_of_a_disk(
 
 
 @pytest.mark.parametrize(
+    ("release", "page_bytes", "huge"),
+    [
+        ("5.14.0-503.el9.x86_64", 4096, False),
+        ("5.18.0-rc1+", 4096, True),
+        ("6.1.0-13-arm64", 4096, True),
+        ("6.1.0-13-arm64", 65536, False),
+        ("sandbox", 4096, False),
+    ],
+)
+def test_read_ahead_by_huge_pages_is_of_new_kernels_with_small_pages(
+    monkeypatch: pytest.MonkeyPatch, release: str, page_bytes: int, huge: bool
+) -> None:
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    monkeypatch.setattr(storage, "PAGESIZE", page_bytes)
+    assert storage.reads_ahead_by_huge_pages() == huge
+
+
+@pytest.mark.parametrize(
     ("device", "nbytes", "request_mib"),
     [
         ((8, 0), 1 << 40, 16),  # four windows

@@ -8,8 +8,10 @@ suit it. Not responsible for reading, and nothing is read here.
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from glob import glob
+from mmap import PAGESIZE
 from typing import NamedTuple
 
 from gdsload.system.mountinfo import kind_of_device, mount_of
@@ -106,6 +108,13 @@ def _read_ahead_in(directory: str) -> int | None:
         with suppress(OSError, ValueError), open(f"{directory}/{queue}/read_ahead_kb") as file:
             return int(file.read()) << 10
     return None
+
+
+def reads_ahead_by_huge_pages() -> bool:
+    """Whether the read-ahead of a mapping that asks for huge pages is 2 MiB on every disk: since
+    Linux 5.18, with pages of 4 KiB."""
+    version = [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]]
+    return version >= [5, 18] and PAGESIZE == 4096
 
 
 def fill_request_bytes(read_ahead: int | None, nbytes: int, depth: int) -> int:
