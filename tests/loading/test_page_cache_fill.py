@@ -169,6 +169,12 @@ def test_disk_with_a_short_read_ahead_is_read_past_the_page_cache(
     assert io_modes(gdsload.last_report()) == {"mapped"}
 
 
+def test_file_that_the_caller_maps_is_not_read_before_it_is_used(path: Path) -> None:
+    got = gdsload.load_file(path, cache="mapped")
+    assert page_cache.resident_bytes(path) < path.stat().st_size // 2
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
 def test_tensors_with_memory_of_their_own_are_read_past_the_page_cache(path: Path) -> None:
     tensors = {f"t{i}": torch.zeros(500_000, dtype=torch.int16) for i in range(10)}
     report = gdsload.load_into(tensors, path)

@@ -118,19 +118,16 @@ class ShardAccess:
             list(parallel_map(fill, [cold], path_of=lambda _: path, stall_seconds=seconds))
 
     def mapped(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
-        """Whether to map these ranges of a shard. With cache="mapped" the kernel starts to read
-        them here, because page faults would read them one by one."""
+        """Whether to map these ranges of a shard."""
         if self.cache not in ("auto", "mapped") or self._remote or shard in self._unreadable:
             return False
+        if self.cache == "mapped":
+            return True
         fd = self._checkpoint.shards[shard].fd
-        merged = merged_ranges_of(ranges)
-        if self.cache == "auto":
-            # A fault on a page that is not there would be a round trip of distant storage.
-            distant = self._storage_of(shard).distant
-            warm = page_cache.wholly_resident if distant else page_cache.mostly_resident
-            return all(warm(fd, each.offset, each.length) for each in merged)
-        _will_need(fd, merged)
-        return True
+        # A fault on a page that is not there would be a round trip of distant storage.
+        distant = self._storage_of(shard).distant
+        warm = page_cache.wholly_resident if distant else page_cache.mostly_resident
+        return all(warm(fd, each.offset, each.length) for each in merged_ranges_of(ranges))
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
         """The cheapest I/O mode for a transfer that does not fill the page cache."""
