@@ -183,7 +183,7 @@ def _check_transfers(
 ) -> None:
     ends: dict[int, int] = {}
     for each in made.transfers:
-        align = max(blocks[each.shard] if blocks else limits.block, 4096)
+        align = max(blocks[each.shard] if blocks else 0, limits.block, 4096)
         require(each.offset % align == 0 and each.length % align == 0, f"not aligned: {each}")
         require(each.length <= max(limits.max_request, align), f"too large: {each}")
         require(0 < each.wanted <= sizes[each.shard] - each.offset, f"beyond its file: {each}")

@@ -96,7 +96,7 @@ def check_transfers(
     same memory."""
     taken: dict[int, list[tuple[int, int]]] = {}
     for number, read in enumerate(plan.transfers):
-        align = max(blocks[read.shard] if blocks else limits.block, PAGE)
+        align = max(blocks[read.shard] if blocks else 0, limits.block, PAGE)
         target = plan.targets[read.target]
         assert read.tag == number and read.shard == target.shard
         assert read.offset % align == 0 == read.length % align == read.target_offset % PAGE
@@ -300,6 +300,12 @@ def test_summary_of_the_smallest_plans_has_no_division_by_zero() -> None:
     assert ReadPlan().summary().endswith("0 requests of 0 B to 0 B, 0 B to read (0.000% over)")
     one = plan_reads([ByteRange("a", 0, 0, 1)], [3], Limits())
     assert one.summary().endswith("of 4.10 kB to 4.10 kB, 3 B to read (200.000% over)")
+
+
+def test_requests_are_aligned_to_the_block_of_the_backend_too() -> None:
+    limits = Limits(block=65_536)
+    plan = plan_reads([ByteRange("a", 0, 70_000, 100)], [80_000], limits, blocks=[512])
+    assert [transfer[:4] for transfer in plan.transfers] == [(0, 65_536, 65_536, 14_464)]
 
 
 def test_shared_block_of_two_shards_is_that_of_each() -> None:

@@ -295,7 +295,8 @@ def plan_reads(
         ranges: The wanted byte ranges, in the order in which they will be used.
         sizes: The file size of each shard in bytes.
         limits: The requests that the backend accepts.
-        blocks: The direct-I/O block of each shard in bytes; `limits.block` if None.
+        blocks: The direct-I/O block of each shard in bytes. Requests are aligned to it and to
+            `limits.block`.
         window_bytes: The size of a read window; 0 for one window.
         gap_bytes: The largest gap in bytes that is read rather than skipped.
         io_mode_of: Returns the I/O mode for (shard, offset, length), None for "direct". If it is
@@ -320,7 +321,7 @@ def plan_reads(
         for merged, inside in found:
             merged_ranges.append(merged)
             shard = merged.shard
-            align = max(blocks[shard] if blocks else limits.block, DEFAULT_BLOCK_BYTES)
+            align = max(blocks[shard] if blocks else 0, limits.block, DEFAULT_BLOCK_BYTES)
             start = merged.offset // align * align
             end = -(-merged.end // align) * align
             number = len(transfers)
