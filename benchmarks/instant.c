@@ -34,14 +34,13 @@ static void sleep_until(int64_t at)
 }
 
 static int open_engine(
-    void **out, void *context, int depth, const struct buffer *buffers, int count, int *fixed)
+    void **out, void *context, int depth, const struct buffer *buffers, int count)
 {
     struct engine *self = calloc(1, sizeof *self);
-    (void)buffers;
+    (void)buffers, (void)count;
     if (self) self->reads = calloc(depth, sizeof *self->reads);
     if (!self || !self->reads) { free(self); return -12; }
     self->depth = depth;
-    *fixed = count > 0;
     *out = self;
     return 0;
 }

@@ -11,7 +11,7 @@ struct read {
 struct completion { uint64_t cookie; int64_t result; };
 struct buffer { char *address; uint64_t length; };
 struct ops {
-    int (*open)(void **, void *, int, const struct buffer *, int, int *);
+    int (*open)(void **, void *, int, const struct buffer *, int);
     int (*submit)(void *, const struct read *, int);
     int (*reap)(void *, struct completion *, int, int, int64_t);
     void (*cancel)(void *);

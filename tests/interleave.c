@@ -520,9 +520,8 @@ static int is_permitted(const char *address, uint64_t length) {
 }
 
 static int explore_open(
-    void **engine, void *context, int depth, const struct buffer *b, int count, int *fixed) {
+    void **engine, void *context, int depth, const struct buffer *b, int count) {
     (void)context, (void)b, (void)count;
-    *fixed = count > 0 && chance(2);
     struct engine *self = calloc(1, sizeof *self);
     self->depth = depth;
     counted.opens++;

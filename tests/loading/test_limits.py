@@ -126,13 +126,13 @@ def test_limited_locked_memory_loads_without_registered_buffers(path: Path) -> N
     if not support.usable:
         pytest.skip(str(support))
     program = """
-        import ctypes, resource, struct, sys, gdsload, torch
+        import ctypes, os, resource, struct, sys, gdsload, torch
         from gdsload._native.memory import Region
         from gdsload.backends import DRAM, Memory
         from gdsload.backends.posix import PosixBackend
         libc = ctypes.CDLL(None, use_errno=True)
         # All capabilities go but those to read files; above all CAP_IPC_LOCK.
-        keep = 0b110 if __import__("os").geteuid() == 0 else 0
+        keep = 0b110 if os.geteuid() == 0 else 0
         header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
         sets = ctypes.create_string_buffer(struct.pack("IIIIII", keep, keep, 0, 0, 0, 0))
         assert libc.capset(header, sets) == 0, ctypes.get_errno()
@@ -140,7 +140,10 @@ def test_limited_locked_memory_loads_without_registered_buffers(path: Path) -> N
         region = Region.anonymous(1 << 21)
         with PosixBackend(engine="uring", fixed_buffers="always") as backend:
             backend.register(Memory(DRAM, region.address, region.length, region))
-            assert not backend.pump.fixed_buffers
+            assert backend.pump
+            paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+            (ring,) = [path for path in paths if "io_uring" in os.path.realpath(path)]
+            assert "UserBufs:\\t0" in open(ring.replace("/fd/", "/fdinfo/")).read()
         for options in ({"fixed_buffers": "always", "engine": "uring"}, {}):
             got = gdsload.load_file(sys.argv[1], cache="direct", options=options)
             assert all(bool((tensor == 1).all()) for tensor in got.values())

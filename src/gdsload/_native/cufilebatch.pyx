@@ -139,7 +139,7 @@ cdef void poll(Batches *self, Wave *wave) noexcept nogil:
 
 
 cdef int open_batches(
-    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count
 ) noexcept nogil:
     cdef Batches *self
     cdef Wave *wave
@@ -149,7 +149,6 @@ cdef int open_batches(
     self = <Batches *>calloc(1, sizeof(Batches))
     if self == NULL:
         return -ENOMEM
-    fixed[0] = 1
     self.base = buffers[0].address
     self.length = buffers[0].length
     self.files = <CFiles *>context

@@ -32,7 +32,7 @@ cdef struct FreshMemory:
 cdef struct Read:
     int fd                # open descriptor to read from
     int slot              # its index in the engine's table of registered files, or -1
-    int buffer            # index of the registered buffer that holds `address`, or -1
+    int buffer            # index of the buffer passed to `open` that holds `address`, or -1
     int io_mode           # one of the above
     char *address
     FreshMemory *memory   # that `address` lies in; NULL: it is ready to be read into
@@ -50,10 +50,9 @@ cdef struct Buffer:
 
 cdef struct EngineOps:
     # Opens an engine for `depth` reads in flight and registers `buffers` where it can. `context` is
-    # the context of the engine's capsule, NULL for most engines. Returns 0 or -errno; *fixed:
-    # whether the buffers were registered.
+    # the context of the engine's capsule, NULL for most engines. Returns 0 or -errno.
     int (*open)(
-        void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+        void **engine, void *context, int depth, const Buffer *buffers, int count
     ) noexcept nogil
     # Accepts as many of the reads as it has room for. Returns their number, or -errno of the first.
     int (*submit)(void *engine, const Read *reads, int count) noexcept nogil

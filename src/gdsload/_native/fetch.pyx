@@ -137,11 +137,10 @@ cdef int copy(
 # --- the engine ----------------------------------------------------------------------------------
 
 cdef int open_fetch(
-    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count
 ) noexcept nogil:
     cdef CFetch *self = <CFetch *>context
     cdef int i
-    fixed[0] = 0
     if self.jobs != NULL:
         return -EBUSY
     self.jobs = <Job *>calloc(depth, sizeof(Job))

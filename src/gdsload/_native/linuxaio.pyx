@@ -51,11 +51,10 @@ cdef struct LinuxAio:
 
 
 cdef int open_aio(
-    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count
 ) noexcept nogil:
     cdef LinuxAio *self = <LinuxAio *>calloc(1, sizeof(LinuxAio))
     cdef int i
-    fixed[0] = 0
     if self == NULL:
         return -ENOMEM
     self.blocks = <iocb *>calloc(depth, sizeof(iocb))

@@ -106,7 +106,6 @@ cdef struct CPump:
     int idle                   # no read is in flight, or was given up: the engine closes soon
     int finished               # the thread has left its loop
     int broken                 # -errno of an engine that failed for good
-    int fixed
     Buffer *buffers
     int buffer_count
     CRequest *first            # posted and not yet drained, oldest first

@@ -375,13 +375,12 @@ cdef void *serve(void *arg) noexcept nogil:
     cdef int64_t cancels_sent = 0
     cdef int taken, seen, wanted, cancelled, given_up, pause = 0
     cdef void *engine = NULL
-    cdef int fixed = 0
     # Without the lock: a driver may hang here, and the constructor gives up then.
     cdef int broken = self.ops.open(
-        &engine, self.context, self.depth, self.buffers, self.buffer_count, &fixed
+        &engine, self.context, self.depth, self.buffers, self.buffer_count
     )
     pthread_mutex_lock(&self.lock)
-    self.engine, self.fixed, self.broken = engine, fixed, broken
+    self.engine, self.broken = engine, broken
     pthread_cond_broadcast(&self.settled)  # the constructor waits for the engine
     while not self.broken:
         self.idle = 0
@@ -503,11 +502,6 @@ cdef class Pump:
         if not opened:
             self.close(0.0)
             raise OSError(ETIMEDOUT, f"it did not open within {open_ns / 1e9:g} s")
-
-    @property
-    def fixed_buffers(self):
-        """Whether the engine registered the buffers."""
-        return bool(self.pump.fixed)
 
     @property
     def finished(self):

@@ -542,7 +542,6 @@ cdef struct Slot:
 cdef struct Runner:
     CStage *stage
     void *engine
-    int fixed
     Slot *slots
     int depth
     int *copying           # ring of slots, in the order of their copies
@@ -640,7 +639,7 @@ cdef int reap_reads(Runner *self, int wanted, int64_t wait_ns) noexcept nogil:
 
 
 cdef int open_stage(
-    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count
 ) noexcept nogil:
     cdef CStage *stage = <CStage *>context
     cdef Runner *self = <Runner *>calloc(1, sizeof(Runner))
@@ -668,12 +667,11 @@ cdef int open_stage(
         free_runner(self)
         return -EIO
     error = stage.ops.open(
-        &self.engine, stage.engine_context, depth, &stage.buffer, stage.buffer_count, &self.fixed
+        &self.engine, stage.engine_context, depth, &stage.buffer, stage.buffer_count
     )
     if error != 0:
         free_runner(self)
         return error
-    fixed[0] = self.fixed
     engine[0] = self
     return 0
 
@@ -728,7 +726,7 @@ cdef int submit_stage(void *engine, const Read *reads, int count) noexcept nogil
         slot.length = read.length
         inner[prepared] = read[0]
         inner[prepared].address = slot_address(self, slot.number)
-        inner[prepared].buffer = 0 if self.fixed else -1
+        inner[prepared].buffer = 0 if stage.buffer_count else -1
         inner[prepared].memory = NULL
         if read.io_mode == BUFFERED and read.length >= ASYNC_BYTES:
             # One core copies slower than the device, and this thread also has to start the copies.

@@ -184,22 +184,20 @@ cdef int open_workers(
 
 
 cdef int open_readers(
-    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count
 ) noexcept nogil:
     cdef int threads = min(max(depth // 2, <int>DISK_READERS), <int>MOST_READERS)
-    fixed[0] = 0
     return open_workers(
         engine, depth, min(depth, threads), <int><size_t>context, NULL, NULL
     )
 
 
 cdef int open_cufile_readers(
-    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count
 ) noexcept nogil:
     cdef int threads = min(2 * depth // 3, <int>MOST_CUFILE_READERS)
     if context == NULL or count != 1:  # the table of files, and the staging ring
         return -EINVAL
-    fixed[0] = 1
     # Two thirds of the depth: the other reads wait, so that no worker idles.
     return open_workers(engine, depth, max(threads, 1), 0, <CFiles *>context, buffers[0].address)
 

@@ -95,14 +95,13 @@ cdef int open_ring(io_uring *ring, int depth) noexcept nogil:
 
 
 cdef int open_uring(
-    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count
 ) noexcept nogil:
     cdef Uring *self = <Uring *>calloc(1, sizeof(Uring))
     cdef iovec *vectors
     cdef unsigned[2] workers
     cdef rlimit files
     cdef int error, i
-    fixed[0] = 0
     if self == NULL:
         return -ENOMEM
     # One more than depth: room for a cancellation.
@@ -130,7 +129,6 @@ cdef int open_uring(
             # Refused if RLIMIT_MEMLOCK is small (8 MiB for an ordinary user): plain reads then.
             self.fixed_buffers = io_uring_register_buffers(&self.ring, vectors, count) == 0
             free(vectors)
-    fixed[0] = self.fixed_buffers
     engine[0] = self
     return 0
 
