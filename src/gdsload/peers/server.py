@@ -113,8 +113,6 @@ class WeightServer:
         checksums: bool,
         plugin: str,
         parameters: Mapping[str, str] | None,
-        max_requests: int,
-        max_requests_per_reader: int,
     ) -> None:
         """As for `serve`."""
         like_file = name.endswith((".safetensors", ".json"))  # its URL would be one of a file
@@ -123,8 +121,6 @@ class WeightServer:
         for file in files or ():
             if not is_file_name(file) or file.endswith(".safetensors"):
                 raise GdsloadError(f"cannot serve a file of the name {shown(file)}")
-        if max_requests < 1 or max_requests_per_reader < 1:
-            raise ValueError("the numbers of requests must be positive")
         self._model, self._files, self._checksums = model, dict(files or {}), checksums
         self._plugin, self._parameters = plugin, dict(parameters or {})
         self._receiving: Receiving | None = None
@@ -133,7 +129,7 @@ class WeightServer:
         self._copied_bytes = 0
         self._publication: Publication | None = None
         self._arrivals: Arrivals | None = None  # None: all bytes are there
-        tickets = Tickets(max_requests, max_requests_per_reader, LEASE_SECONDS)
+        tickets = Tickets(MAX_REQUESTS, MAX_REQUESTS_PER_READER, LEASE_SECONDS)
         self._service: Service | None = Service(name, host, port, tickets)
         shown_host = f"[{host}]" if ":" in host else host
         self.url = f"nixl://{shown_host}:{self._service.port}/{quote(name)}"
@@ -311,8 +307,6 @@ def serve(
     checksums: bool = True,
     nixl_backend: str = "UCX",
     nixl_parameters: Mapping[str, str] | None = None,
-    max_requests: int = MAX_REQUESTS,
-    max_requests_per_reader: int = MAX_REQUESTS_PER_READER,
 ) -> WeightServer:
     """Serves weights to other processes, which load them by `nixl://host:port/name`.
 
@@ -340,8 +334,6 @@ def serve(
         nixl_backend: The backend of NIXL: "UCX" or "LIBFABRIC".
         nixl_parameters: Its parameters, as NIXL names them. UCX reads its own from UCX_* in the
             environment.
-        max_requests: The reads in flight of all readers; further ones wait for their turn.
-        max_requests_per_reader: Those of one reader.
 
     Returns:
         The server. It serves until it is closed: use it in a `with` statement, or call `close`.
@@ -366,8 +358,6 @@ def serve(
         checksums=checksums,
         plugin=nixl_backend,
         parameters=nixl_parameters,
-        max_requests=max_requests,
-        max_requests_per_reader=max_requests_per_reader,
     )
 
 
