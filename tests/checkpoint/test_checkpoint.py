@@ -298,9 +298,6 @@ def test_list_of_files_is_one_checkpoint(two: Path, tmp_path: Path) -> None:
     elsewhere = write(tmp_path / "deep" / "3333.safetensors", "d")
     with Checkpoint.of([elsewhere, str(two / "1111.safetensors")]) as checkpoint:
         assert list(checkpoint.tensors) == ["d", "a", "b"]
-    weight_map = {"d": "3333.safetensors", "c": "2222.safetensors"}
-    with Checkpoint.of([elsewhere, two / "2222.safetensors"], weight_map) as checkpoint:
-        assert list(checkpoint.tensors) == ["d", "c"]
 
 
 def test_list_of_files_is_named_by_the_first(two: Path) -> None:
@@ -314,8 +311,6 @@ def test_list_of_files_is_named_by_the_first(two: Path) -> None:
         Checkpoint.of(files, header_limit=20)
     with Checkpoint.of([files[0], files[0]], strict=False) as checkpoint:
         assert {info.shard for info in checkpoint.tensors.values()} == {1}
-    with Checkpoint.of(files, {"z": files[0].name}, strict=False) as checkpoint:
-        assert list(checkpoint.tensors) == ["a", "b", "c"]
 
 
 def test_lookup_opens_a_path_and_a_list_alike(two: Path) -> None:
@@ -456,19 +451,6 @@ def test_list_of_files_that_do_not_fit_raises(two: Path) -> None:
         )
     with pytest.raises(CheckpointError, match="is in two shards"):
         Checkpoint.of([first, first])
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.of([first], {"a": "x.safetensors"})
-    assert str(caught.value) == (
-        "the index maps tensor 'a' to 'x.safetensors', which is not among the files"
-    )
-    assert caught.value.tensor == "a"
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.of([first, first], {"a": "1111.safetensors"})
-    assert str(caught.value) == (
-        f"{first} and 1 more: two files have the same name: no index fits them"
-    )
-    with pytest.raises(CheckpointError, match=r"'z' is in 1111\.safetensors, but no shard"):
-        Checkpoint.of([first], {"z": "1111.safetensors"})
 
 
 # --- files that change ---------------------------------------------------------------------------

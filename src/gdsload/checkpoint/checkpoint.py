@@ -149,7 +149,6 @@ class Checkpoint(quiesce.Holder):
     def of(
         cls,
         files: Sequence[PathLike],
-        weight_map: Mapping[str, str] | None = None,
         *,
         cache_dir: PathLike | None = None,
         strict: bool = True,
@@ -160,14 +159,13 @@ class Checkpoint(quiesce.Holder):
 
         Args:
             files: The shards: all on this machine, or all URLs.
-            weight_map: Maps tensor names to the base names of `files`, like an index.
             cache_dir: For URLs: as for `open`.
             strict: As for `open`.
             header_limit: As for `open`.
             stall_seconds: As for `open`.
 
         Raises:
-            CheckpointError: As for `open`, and if `weight_map` does not fit `files`.
+            CheckpointError: As for `open`.
         """
         if isinstance(files, (str, bytes, os.PathLike)):
             raise TypeError("Checkpoint.of takes a list of files; Checkpoint.open takes one path")
@@ -178,19 +176,7 @@ class Checkpoint(quiesce.Holder):
         title = shards[0].path if len(paths) == 1 else f"{shards[0].path} and {len(paths) - 1} more"
         if len({shard.directory is None for shard in shards}) > 1:
             raise CheckpointError(f"{title}: some of these files are URLs, and some are not")
-        if weight_map is not None:
-            weight_map = dict(weight_map)
-            names = {shard.name for shard in shards}
-            if len(names) < len(shards):
-                raise CheckpointError(f"{title}: two files have the same name: no index fits them")
-            for tensor, name in weight_map.items():
-                if name not in names:
-                    raise CheckpointError(
-                        f"the index maps tensor {shown(tensor)} to {shown(name)}, which is not"
-                        " among the files",
-                        tensor=tensor,
-                    )
-        found = CheckpointFiles(title, shards, weight_map)
+        found = CheckpointFiles(title, shards)
         return cls._opened(title, lambda _: found, strict, header_limit, stall_seconds)
 
     @classmethod
@@ -510,8 +496,8 @@ def _merged(
             if info is None or shards[info.shard].name != wanted:
                 found = f"{shards[info.shard].name} has it" if info else "no shard has it"
                 raise CheckpointError(
-                    f"{files.index_path or files.title}: the index says that tensor {shown(name)}"
-                    f" is in {wanted}, but {found}",
+                    f"{files.index_path}: the index says that tensor {shown(name)} is in {wanted},"
+                    f" but {found}",
                     path=files.index_path,
                     tensor=name,
                 )
