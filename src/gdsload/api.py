@@ -590,9 +590,7 @@ def plan(
     names: Names = None,
     *,
     slices: Mapping[str, Any] | None = None,
-    limits: Limits | None = None,
     window_bytes: int = 0,
-    gap_bytes: int | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -606,9 +604,7 @@ def plan(
         source: A file, a directory, an index file, or a model id, as for `load_file`.
         names: As for `load_file`, in the order of use. None plans all, in file order.
         slices: As for `load_file`.
-        limits: What the backend allows. None: the limits of the posix backend.
         window_bytes: Size of a read window in bytes; 0 plans one window.
-        gap_bytes: Largest gap in bytes that is read to merge two ranges. None: that of a load.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -637,10 +633,7 @@ def plan(
             for shard in checkpoint.shards
         ]
         remote = remote_backend_of(checkpoint)
-        if limits is None:
-            limits = find(remote)().limits() if remote else Limits()
-        if gap_bytes is None:
-            gap_bytes = REMOTE_GAP_BYTES if remote else GAP_BYTES
+        limits = find(remote)().limits() if remote else Limits()
         ranges = ranges_of(_Wanted(checkpoint, names, slices).parts)
         require_room_to_plan(bytes_of(ranges), limits)
         return plan_reads(
@@ -649,5 +642,5 @@ def plan(
             limits,
             blocks=[max(pair or (0,)) or DEFAULT_BLOCK_BYTES for pair in alignments],
             window_bytes=window_bytes,
-            gap_bytes=gap_bytes,
+            gap_bytes=REMOTE_GAP_BYTES if remote else GAP_BYTES,
         )
