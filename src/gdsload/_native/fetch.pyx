@@ -337,11 +337,6 @@ cdef class Fetch:
                 fetch.lost -= 1
             pthread_mutex_unlock(&fetch.lock)
 
-    @property
-    def workers(self):
-        """Threads that have not ended."""
-        return self.fetch.workers
-
     def __dealloc__(self):
         if self.fetch != NULL:
             release_fetch(self.fetch)

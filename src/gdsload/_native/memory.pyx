@@ -198,7 +198,7 @@ cdef class Region:
         return view
 
     def read(self, uint64_t offset, uint64_t nbytes):
-        """A copy of some bytes, for callers without torch."""
+        """A copy of some bytes, for tests."""
         self.require(offset, nbytes)
         return (<char *>self.region.base + offset)[:nbytes]
 
@@ -326,29 +326,15 @@ cdef class Pool:
             free_region(region)
             release_pool(self.pool)
 
-    def trim(self, uint64_t most):
-        """Frees idle memory, until no more than ``most`` bytes are held."""
+    def close(self):
+        """Frees idle memory, and later the memory in use. Idempotent."""
         cdef CRegion *gone
         with nogil:
             pthread_mutex_lock(&self.pool.lock)
-            gone = self.shrink(most)
+            self.pool.limit = 0
+            gone = self.shrink(0)
             pthread_mutex_unlock(&self.pool.lock)
             self.drop(gone)
-
-    def close(self):
-        """Frees idle memory, and later the memory in use. Idempotent."""
-        self.pool.limit = 0
-        self.trim(0)
-
-    @property
-    def limit(self):
-        """Bytes that it may hold; 0 once closed."""
-        return self.pool.limit
-
-    @property
-    def held(self):
-        """Bytes of its regions, in use and idle."""
-        return self.pool.held
 
     @property
     def idle(self):
