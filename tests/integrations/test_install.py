@@ -70,7 +70,7 @@ def ran(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_run_and_activate_accelerate_a_script(qwen: Path, tmp_path: Path) -> None:
+def test_run_and_sitecustomize_accelerate_a_script(qwen: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = ran("-m", "gdsload", "run", str(script), str(qwen), "--flag")
@@ -79,7 +79,7 @@ def test_run_and_activate_accelerate_a_script(qwen: Path, tmp_path: Path) -> Non
     site = tmp_path / "site"
     site.mkdir()
     page = (Path(__file__).parents[2] / "docs/from-pretrained.md").read_text()
-    recipe = next(block for block in page.split("```python\n") if "activate()" in block)
+    recipe = next(block for block in page.split("```python\n") if "install(backend" in block)
     (site / "sitecustomize.py").write_text(recipe.partition("```")[0])
     paths = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     done = ran(str(script), str(qwen), GDSLOAD="1", PYTHONPATH=paths)

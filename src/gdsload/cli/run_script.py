@@ -1,7 +1,7 @@
 """`gdsload run`: a Python script or module that loads its models by gdsload.
 
 The process belongs to the script: `__main__`, the arguments and gdsload stay in place for its
-threads and exit functions. `activate` is for a sitecustomize.
+threads and exit functions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,6 @@ NOT_FOUND = 2  # the exit code of `python` for a script that it cannot open
 # What the interpreter itself calls for `python -m`. `runpy.run_module` and `run_path` restore the
 # old `__main__` at their end, while threads of the script may still need theirs.
 _run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
-
-
-def activate() -> bool:
-    """Installs gdsload if GDSLOAD is "1"; GDSLOAD_BACKEND names the backend. Returns whether."""
-    if os.environ.get("GDSLOAD") != "1":
-        return False
-    install(backend=os.environ.get("GDSLOAD_BACKEND", "auto"))
-    return True
 
 
 def _report_failure(ahead: Prefetch) -> None:
