@@ -1,14 +1,14 @@
 """Start `gdsload.prefetch` without changing the code that loads the weights.
 
-`hook` is for servers and function platforms, `from_environment` and `from_words` are for scripts.
-`status` reports all prefetches. torch is not imported here.
+`hook` is for servers and function platforms, `from_environment` is for scripts. `status` reports
+all prefetches. torch is not imported here.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.selection import repeatable
 from gdsload.memory.host_buffers import current_pool
 from gdsload.memory.host_pool import HostPool
-from gdsload.readahead.prefetch import CANCELLED, CLOSED, FAILED, TIERS, Prefetch, prefetch, started
+from gdsload.readahead.prefetch import CANCELLED, CLOSED, FAILED, Prefetch, prefetch, started
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import STALL_SECONDS
 
@@ -31,10 +31,8 @@ __all__ = [
     "HostPool",
     "Status",
     "from_environment",
-    "from_words",
     "hook",
     "limit_bandwidth",
-    "source_and_device",
     "status",
 ]
 
@@ -246,11 +244,10 @@ def hook(
     return Hook(partial(prefetch, **words), wait)  # the other parameters are those of `prefetch`
 
 
-def from_environment(environment: Mapping[str, str] | None = None) -> Prefetch | None:
-    """Starts the prefetch of GDSLOAD_PREFETCH, which is `source` or `source@device`.
+def from_environment() -> Prefetch | None:
+    """Starts the prefetch of the variable GDSLOAD_PREFETCH, which is `source` or `source@device`.
 
-    Args:
-        environment: The environment. None is `os.environ`.
+    A path that exists is a source, even if it has an "@". Without a device it is "cpu".
 
     Returns:
         The prefetch, or None if the variable is not set.
@@ -259,71 +256,14 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Prefetch |
         PlacementError: The device is neither "cpu" nor a GPU such as "cuda:0".
 
     Example:
-        >>> gdsload.warmup.from_environment({"GDSLOAD_PREFETCH": "model@cuda:0"})
+        >>> ahead = gdsload.warmup.from_environment()
     """
-    text = (os.environ if environment is None else environment).get(VARIABLE, "")
-    return prefetch(*source_and_device(text)) if text else None
+    text = os.environ.get(VARIABLE, "")
+    return prefetch(*_source_and_device(text)) if text else None
 
 
-def source_and_device(text: str) -> tuple[str, str]:
-    """Splits "model@cuda:0" into a source and a device, as `from_environment` does.
-
-    Args:
-        text: A source, or a source, "@" and a device. A path that exists is a source.
-
-    Returns:
-        The source, and the device: "cpu" if the text names none.
-
-    Example:
-        >>> gdsload.warmup.source_and_device("model@cuda:0")
-        ('model', 'cuda:0')
-    """
+def _source_and_device(text: str) -> tuple[str, str]:
     found = _DEVICE.fullmatch(text)
     if found is None or os.path.exists(text):
         return text, "cpu"
     return found["source"], found["device"]
-
-
-def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
-    """Starts a prefetch from the options at the front of a command line.
-
-    The options are `--model SOURCE [--device DEVICE] [--tier TIER]`. Without them,
-    `from_environment` decides.
-
-    Args:
-        words: The command line, without the name of the program.
-
-    Returns:
-        The prefetch, or None, and the words after the options.
-
-    Raises:
-        SystemExit: An option, or GDSLOAD_PREFETCH, has no value or a wrong one.
-
-    Example:
-        >>> ahead, rest = gdsload.warmup.from_words(sys.argv[1:])
-    """
-    wanted = {"tier": "memory", "device": "cpu"}
-    given: list[str] = []
-    rest = list(words)
-    while rest and rest[0].partition("=")[0] in ("--model", "--device", "--tier"):
-        name, equals, value = rest.pop(0).partition("=")
-        if not equals:
-            if not rest:
-                raise SystemExit(f"gdsload: {name} needs a value")
-            value = rest.pop(0)
-        wanted[name[2:]] = value
-        given.append(name)
-    if not given:
-        try:
-            return from_environment(), rest
-        except ValueError as error:
-            raise SystemExit(f"gdsload: {VARIABLE}: {error}") from None
-    if "model" not in wanted:
-        raise SystemExit(f"gdsload: {given[0]} needs --model")
-    tier = wanted["tier"]
-    if tier not in TIERS:
-        raise SystemExit(f"gdsload: --tier {tier} must be one of {', '.join(TIERS)}")
-    try:
-        return prefetch(wanted["model"], wanted["device"], tier=tier), rest
-    except ValueError as error:
-        raise SystemExit(f"gdsload: --model {wanted['model']}: {error}") from None

@@ -30,8 +30,7 @@ NAMES = {
     ],
     telemetry: ["observe", "record_metrics", "record_spans"],
     warmup: [
-        "Hook", "HostPool", "Status", "from_environment", "from_words", "hook", "limit_bandwidth",
-        "source_and_device", "status",
+        "Hook", "HostPool", "Status", "from_environment", "hook", "limit_bandwidth", "status",
     ],
     backends: [
         "API_VERSION", "DRAM", "VRAM", "Backend", "BackendStatus", "Failure", "Limits", "Memory",

@@ -17,6 +17,7 @@ import gdsload
 from command import answer, process, run
 from gated import Gate, gated
 from gdsload import warmup
+from gdsload.cli.run_script import from_words
 from gdsload.errors import CheckpointNotFound, PlacementError
 from gdsload.memory import page_cache
 from gdsload.readahead import prefetch
@@ -142,18 +143,20 @@ def test_an_application_that_waits_gets_the_error(tmp_path: Path) -> None:
     ],
 )
 def test_the_environment_names_source_and_device(text: str, wanted: tuple[str, str]) -> None:
-    assert warmup.source_and_device(text) == wanted
+    assert warmup._source_and_device(text) == wanted
 
 
 def test_a_directory_may_look_like_a_device(tmp_path: Path) -> None:
     directory = tmp_path / "model@cuda"
     directory.mkdir()
-    assert warmup.source_and_device(str(directory)) == (str(directory), "cpu")
+    assert warmup._source_and_device(str(directory)) == (str(directory), "cpu")
 
 
-def test_the_environment_starts_one(checkpoint: Path) -> None:
-    assert warmup.from_environment({}) is None
-    ahead = warmup.from_environment({warmup.VARIABLE: f"{checkpoint}@cuda:1"})
+def test_the_environment_starts_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(warmup.VARIABLE, raising=False)
+    assert warmup.from_environment() is None
+    monkeypatch.setenv(warmup.VARIABLE, f"{checkpoint}@cuda:1")
+    ahead = warmup.from_environment()
     assert ahead is not None
     assert (ahead.source, ahead.report.device) == (str(checkpoint), "cuda:1")
 
@@ -163,11 +166,11 @@ def test_words_start_one_and_leave_the_rest(
 ) -> None:
     monkeypatch.setenv(warmup.VARIABLE, "elsewhere")
     words = ["--model", str(checkpoint), "--tier=pagecache", "script.py", "--model", "x"]
-    ahead, rest = warmup.from_words(words)
+    ahead, rest = from_words(words)
     assert ahead is not None and rest == ["script.py", "--model", "x"]
     assert (ahead.source, ahead.tier) == (str(checkpoint), "pagecache")
     monkeypatch.delenv(warmup.VARIABLE)
-    assert warmup.from_words(["script.py", "--device", "x"]) == (
+    assert from_words(["script.py", "--device", "x"]) == (
         None,
         ["script.py", "--device", "x"],
     )
@@ -184,7 +187,7 @@ def test_words_start_one_and_leave_the_rest(
 )
 def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="gdsload: --"):
-        warmup.from_words(words)
+        from_words(words)
 
 
 def test_an_environment_without_a_device_behind_its_at_sign_is_refused(
@@ -194,7 +197,7 @@ def test_an_environment_without_a_device_behind_its_at_sign_is_refused(
     with pytest.raises(PlacementError, match="'main' is neither cpu nor"):
         warmup.from_environment()
     with pytest.raises(SystemExit, match="gdsload: GDSLOAD_PREFETCH: device 'main' is neither"):
-        warmup.from_words(["script.py"])
+        from_words(["script.py"])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,6 @@ def test_an_environment_without_a_device_behind_its_at_sign_is_refused(
 def test_a_script_starts_with_its_weights_on_their_way(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, entry: str
 ) -> None:
-    pytest.importorskip("gdsload.cli.run_script")
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; assert 'torch' not in sys.modules\n"

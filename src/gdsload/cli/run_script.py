@@ -19,15 +19,57 @@ from typing import Any
 
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import install
-from gdsload.readahead.prefetch import Prefetch, PrefetchCancelled
+from gdsload.readahead.prefetch import TIERS, Prefetch, PrefetchCancelled, prefetch
 from gdsload.system.threads import start_thread
-from gdsload.warmup import from_words
+from gdsload.warmup import VARIABLE, from_environment
 
 USAGE = "usage: python -m gdsload run [--model source] (script.py | -m module) [argument ...]"
 NOT_FOUND = 2  # the exit code of `python` for a script that it cannot open
 # What the interpreter itself calls for `python -m`. `runpy.run_module` and `run_path` restore the
 # old `__main__` at their end, while threads of the script may still need theirs.
 _run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+
+
+def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
+    """Starts a prefetch from the options at the front of a command line.
+
+    The options are `--model SOURCE [--device DEVICE] [--tier TIER]`. Without them,
+    `from_environment` decides.
+
+    Args:
+        words: The command line, without the name of the program.
+
+    Returns:
+        The prefetch, or None, and the words after the options.
+
+    Raises:
+        SystemExit: An option, or GDSLOAD_PREFETCH, has no value or a wrong one.
+    """
+    wanted = {"tier": "memory", "device": "cpu"}
+    given: list[str] = []
+    rest = list(words)
+    while rest and rest[0].partition("=")[0] in ("--model", "--device", "--tier"):
+        name, equals, value = rest.pop(0).partition("=")
+        if not equals:
+            if not rest:
+                raise SystemExit(f"gdsload: {name} needs a value")
+            value = rest.pop(0)
+        wanted[name[2:]] = value
+        given.append(name)
+    if not given:
+        try:
+            return from_environment(), rest
+        except ValueError as error:
+            raise SystemExit(f"gdsload: {VARIABLE}: {error}") from None
+    if "model" not in wanted:
+        raise SystemExit(f"gdsload: {given[0]} needs --model")
+    tier = wanted["tier"]
+    if tier not in TIERS:
+        raise SystemExit(f"gdsload: --tier {tier} must be one of {', '.join(TIERS)}")
+    try:
+        return prefetch(wanted["model"], wanted["device"], tier=tier), rest
+    except ValueError as error:
+        raise SystemExit(f"gdsload: --model {wanted['model']}: {error}") from None
 
 
 def _report_failure(ahead: Prefetch) -> None:
