@@ -19,6 +19,7 @@ import transformers
 
 import gdsload
 import tinymodels
+from windows import small_windows
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 NEW = VERSION >= (5, 0)
@@ -55,7 +56,7 @@ def both(source: Any, *, auto: Any = None, **words: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)  # what a checkpoint lacks is initialised at random
         stock = auto.from_pretrained(source, **words)
         torch.manual_seed(0)
-        with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
+        with small_windows(), gdsload.accelerated(cache="buffered"):
             ours = gdsload.from_pretrained(source, cls=auto, **words)
     return stock, ours
 

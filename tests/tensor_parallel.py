@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 import gdsload
 import tinymodels
+from windows import small_windows
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def compared(directory: str, distributed: str = "") -> dict[str, Any]:
         stock.save_pretrained(distributed, distributed_checkpoint=True)
         directory = distributed
         stock = transformers.AutoModelForCausalLM.from_pretrained(directory, **words)
-    with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
+    with small_windows(), gdsload.accelerated(cache="buffered"):
         ours = transformers.AutoModelForCausalLM.from_pretrained(directory, **words)
     report = gdsload.last_report()
     together = {}

@@ -29,6 +29,7 @@ from gdsload.events import Event, LoadEnded
 from gdsload.integrations.transformers import hooks, load_plan
 from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.system.gc_control import IMPORT_THRESHOLD
+from windows import small_windows
 
 
 @pytest.fixture(autouse=True)
@@ -338,7 +339,8 @@ def test_read_error_in_a_load_releases_everything(
     path: Path = request.getfixturevalue(which)
     threads = threading.active_count()
     with (
-        gdsload.accelerated(backend="breaking", cache="buffered", window_bytes=4096),
+        small_windows(4096),
+        gdsload.accelerated(backend="breaking", cache="buffered"),
         pytest.raises(gdsload.ReadError, match=r"safetensors.*Input/output error"),
     ):
         transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -420,11 +422,7 @@ def test_loads_in_threads_do_not_affect_each_other(
             for _ in range(3):
                 with ExitStack() as stack:
                     if accelerated:
-                        stack.enter_context(
-                            gdsload.accelerated(
-                                cache="buffered", window_bytes=8192, ahead_bytes=16384
-                            )
-                        )
+                        stack.enter_context(gdsload.accelerated(cache="buffered"))
                     elif hooks.active() is not None:
                         wrong.append("a stock load was taken over")
                     with building:
@@ -438,8 +436,9 @@ def test_loads_in_threads_do_not_affect_each_other(
         threading.Thread(target=load, args=args)
         for args in ((qwen, True), (mixture, True), (mixture, False), (qwen, False))
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with small_windows():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert wrong == []

@@ -33,6 +33,7 @@ from gdsload.loading import device_batch
 from gdsload.memory import host_buffers, staging_ring
 from gdsload.system import gpu, shared_libraries
 from gpudoubles import ERRNO, Doubles
+from windows import small_windows
 
 if transformers.__version__[0] < "5":
     pytest.skip("transformers 4.57 has no seam that knows devices", allow_module_level=True)
@@ -77,8 +78,9 @@ def device_of(doubles: Doubles, tensor: torch.Tensor) -> bool:
 
 
 def loaded(source: Path, backend: str, **words: Any) -> Any:
-    with gdsload.accelerated(
-        options=OPTIONS[backend], backend=backend, window_bytes=1 << 14, ahead_bytes=1 << 15
+    with (
+        small_windows(1 << 14, 1 << 15),
+        gdsload.accelerated(options=OPTIONS[backend], backend=backend),
     ):
         return gdsload.from_pretrained(source, **words)
 
@@ -206,7 +208,7 @@ def test_verified_model_compares_bytes_on_devices(
     live(spread)
     stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     how: dict[str, Any] = {"backend": backend, "options": OPTIONS[backend], "verify": "checksum"}
-    with gdsload.accelerated(window_bytes=1 << 14, ahead_bytes=1 << 15, **how):
+    with small_windows(1 << 14, 1 << 15), gdsload.accelerated(**how):
         ours = gdsload.from_pretrained(tmp_path, dtype=dtype)
     assert tinymodels.differences(stock, ours) == []
     report = gdsload.last_report()

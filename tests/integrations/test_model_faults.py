@@ -27,6 +27,7 @@ from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from threadends import await_most
+from windows import small_windows
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +100,7 @@ def test_interrupted_load_releases_everything(
     kind = type(raw) if isinstance(raw, (classmethod, staticmethod)) else lambda function: function
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, kind(broken))
-        words = {"cache": "buffered", "window_bytes": 4096, "ahead_bytes": 8192}
-        with gdsload.accelerated(**words):
+        with small_windows(4096, 8192), gdsload.accelerated(cache="buffered"):
             try:
                 gdsload.from_pretrained(mixture, dtype=torch.bfloat16)
             except error as caught:

@@ -7,6 +7,8 @@ asked for before they were posted.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import transformers
 import equal
 import gdsload
 import tinymodels
+from windows import small_windows
 
 NAMES = [
     name
@@ -25,8 +28,9 @@ NAMES = [
 ]
 
 
-def windows(path: Path) -> dict[str, Any]:
-    """Small windows, read directly where this filesystem can."""
+@contextmanager
+def accelerated(path: Path) -> Iterator[None]:
+    """In small windows, read directly where this filesystem can."""
     probe = path / "probe"
     probe.touch()
     cache = "direct"
@@ -34,7 +38,8 @@ def windows(path: Path) -> dict[str, Any]:
         os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT))
     except OSError:
         cache = "buffered"
-    return {"cache": cache, "window_bytes": 1 << 14, "ahead_bytes": 1 << 15}
+    with small_windows(1 << 14, 1 << 15), gdsload.accelerated(cache=cache):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +61,7 @@ def test_architecture_equals_transformers(name: str, tmp_path: Path) -> None:
             stock, stock_info = type(model).from_pretrained(
                 tmp_path / "a", output_loading_info=True
             )
-        with gdsload.accelerated(**windows(tmp_path)):
+        with accelerated(tmp_path):
             ours, our_info = gdsload.from_pretrained(tmp_path / "a", output_loading_info=True)
     assert gdsload.last_report().paths.get("mapped", 0) == 0
     equal.require_same(stock, ours)
@@ -73,7 +78,7 @@ def test_cast_architecture_equals_transformers(name: str, dtype: Any, tmp_path: 
     model = tinymodels.build(name)
     model.save_pretrained(tmp_path)
     stock = type(model).from_pretrained(tmp_path, dtype=dtype)
-    with gdsload.accelerated(**windows(tmp_path)):
+    with accelerated(tmp_path):
         ours = gdsload.from_pretrained(tmp_path, dtype=dtype)
     assert tinymodels.differences(stock, ours) == []
     labels = gdsload.last_report().fates

@@ -18,6 +18,7 @@ import tinymodels
 from gated import Gate, gated
 from gdsload.integrations.transformers.module_callbacks import AS_THEY_CAME
 from threadends import await_most
+from windows import small_windows
 
 NEW = transformers.__version__[0] > "4"
 needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 tells of all modules at the end")
@@ -97,7 +98,7 @@ class Calls:
 def test_callback_sees_final_weights(kind: str, tmp_path: Path) -> None:
     source = saved(kind, tmp_path)
     calls = Calls()
-    with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
+    with small_windows(), gdsload.accelerated(cache="buffered"):
         model = gdsload.from_pretrained(source, on_module_ready=calls)
     calls.require_true(model)
     report = gdsload.last_report()

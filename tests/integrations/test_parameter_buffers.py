@@ -38,6 +38,7 @@ from gdsload.loading.window_writer import NO_WAITING
 from gdsload.memory import page_cache
 from gdsload.report import LoadReport
 from pagemap import resident_pages
+from windows import small_windows
 
 # Rows of two experts' kinds that are merged into one parameter.
 PAIR = (Kind(("g0", "g1", "g2"), (4, 6)), Kind(("u0", "u1", "u2"), (2, 6)))
@@ -181,10 +182,11 @@ def test_writer_copies_each_tensor_to_its_parameter(
         infos = list(checkpoint.tensors.values())
         targets = [buffer_of([Kind((info.name,), info.shape)], dtype, CAST) for info in infos]
         places = ParameterBuffers([target for target in targets if target is not None])
-        filling = ParameterWriter(
-            session, places, infos, window_bytes=window_bytes, ahead_bytes=2 * window_bytes
-        )
-        with places, filling:
+        with (
+            small_windows(window_bytes, 2 * window_bytes),
+            places,
+            ParameterWriter(session, places, infos) as filling,
+        ):
             filling.start()
             assert filling.take("nobody", dtype) is None
             assert filling.take(infos[0].name, torch.float64) is None
@@ -221,7 +223,8 @@ def test_writer_fills_the_page_cache_only_while_copies_wait(
             buffer_of([Kind((info.name,), info.shape)], torch.float32, CAST) for info in infos
         ]
         places = ParameterBuffers([target for target in targets if target is not None])
-        with places, ParameterWriter(session, places, infos, window_bytes=1 << 20) as filling:
+        windows = small_windows(1 << 20, 128 << 20)
+        with windows, places, ParameterWriter(session, places, infos) as filling:
             filling.waited_seconds = waited_seconds
             filling.start()
             for name, tensor in saved.items():
@@ -291,7 +294,7 @@ def test_transformers_merges_without_copying(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "stack", forbidden)
         patch.setattr(torch, "cat", forbidden)
-        with gdsload.accelerated(cache="buffered", window_bytes=1 << 14, ahead_bytes=1 << 15):
+        with small_windows(1 << 14, 1 << 15), gdsload.accelerated(cache="buffered"):
             ours = transformers.AutoModelForCausalLM.from_pretrained(
                 tiny_moe_checkpoint, dtype="auto"
             )

@@ -155,7 +155,7 @@ def test_model_waits_for_a_prefetch_in_progress(
         gate.request()
         slices = {name: whole(info) for name, info in checkpoint.tensors.items()}
         keys = slices if kept else ()
-        with ReadaheadQueue(session, [*slices.values()], kept=keys, window_bytes=1 << 30) as feed:
+        with ReadaheadQueue(session, [*slices.values()], kept=keys) as feed:
             feed.start()
             for name in expected.keys() - set(names):
                 assert torch.equal(feed.take(slices[name]), expected[name])

@@ -26,6 +26,7 @@ from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
 from gdsload.report import LoadReport
+from windows import small_windows
 
 
 @pytest.fixture
@@ -70,8 +71,11 @@ def test_queue_any_order_by_many_threads_gives_every_tensor(
     slices = wholes(session)
     asked = list(slices)
     random.Random(seed).shuffle(asked)
-    feed = ReadaheadQueue(session, slices, window_bytes=window_bytes, ahead_bytes=20_000)
-    with feed, ThreadPoolExecutor(5) as pool:
+    with (
+        small_windows(window_bytes, 20_000),
+        ReadaheadQueue(session, slices) as feed,
+        ThreadPoolExecutor(5) as pool,
+    ):
         feed.start()
         found = dict(zip((c.key for c in asked), pool.map(feed.take, asked), strict=True))
     assert found.keys() == expected.keys()
@@ -82,7 +86,7 @@ def test_queue_any_order_by_many_threads_gives_every_tensor(
 
 def test_queue_windows_in_flight_stay_within_the_limit(session: Session) -> None:
     slices = wholes(session)
-    with ReadaheadQueue(session, slices, window_bytes=10_000, ahead_bytes=40_000) as feed:
+    with small_windows(10_000, 40_000), ReadaheadQueue(session, slices) as feed:
         feed.start()
         assert feed._posted and feed._planned
         for wanted in slices:
@@ -97,7 +101,7 @@ def test_queue_unexpected_slices_are_read_anew(
 ) -> None:
     """Each tensor owns its memory: changing one does not change what is read after it."""
     info = max(session.checkpoint.tensors.values(), key=lambda info: info.nbytes)
-    with ReadaheadQueue(session, [whole(info)], window_bytes=1) as feed:
+    with ReadaheadQueue(session, [whole(info)]) as feed:
         feed.start()
         first = feed.take(whole(info))
         first.zero_()
@@ -142,7 +146,8 @@ def test_queue_close_wakes_waiting_threads(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slices = wholes(session)
-    feed = ReadaheadQueue(session, slices, window_bytes=1)
+    with small_windows(1):
+        feed = ReadaheadQueue(session, slices)
     waiting = threading.Event()
     monkeypatch.setattr(ReadWindow, "has", lambda *_: False)
     monkeypatch.setattr(ReadWindow, "poll", lambda *_: waiting.set())

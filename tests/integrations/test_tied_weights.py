@@ -25,6 +25,7 @@ from gdsload.integrations.transformers.tied_weights import (
     tied_equal,
     twin_pairs,
 )
+from windows import small_windows
 
 KNOWN = hasattr(modeling_utils, TIED_EQUAL)
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -257,7 +258,7 @@ class Twins:
         """Loads what `tensors` are now, and compares it with the model of transformers."""
         safetensors.torch.save_file(self.tensors, self.file, metadata={"format": "pt"})
         stock = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
-        with gdsload.accelerated(window_bytes=window_bytes, ahead_bytes=4096):
+        with small_windows(window_bytes, 4096), gdsload.accelerated():
             model = gdsload.from_pretrained(self.path, dtype=torch.float32)
         assert tied(model) == tied(stock)
         found, wanted = model.state_dict(), stock.state_dict()
@@ -383,7 +384,7 @@ def test_callbacks_write_to_one_of_two_twins(twins: Twins) -> None:
             module.weight.data[0, 0] = 9
 
     safetensors.torch.save_file(twins.tensors, twins.file, metadata={"format": "pt"})
-    with gdsload.accelerated(window_bytes=2048, ahead_bytes=4096):
+    with small_windows(2048, 4096), gdsload.accelerated():
         model = gdsload.from_pretrained(twins.path, dtype=torch.float32, on_module_ready=write)
     assert model.lm_head.weight[0, 0] == before
 

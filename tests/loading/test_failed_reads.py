@@ -46,6 +46,7 @@ from gdsload.planning.tensor_slices import whole
 from gdsload.readahead import prefetch as prefetch_module
 from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
+from windows import small_windows
 
 POOL_BYTES = 64 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -110,7 +111,7 @@ def test_queue_after_a_failed_read_raises_the_same_error_for_every_taker(
 ) -> None:
     slices = [whole(info) for info in session.checkpoint.tensors.values()]
     keys = [each.key for each in slices if kept]
-    with ReadaheadQueue(session, slices, kept=keys, window_bytes=1 << 30) as queue:
+    with ReadaheadQueue(session, slices, kept=keys) as queue:
         queue.start()
         fail(gate)
         with pytest.raises(ReadError, match="Input/output error"):
@@ -375,13 +376,14 @@ def test_queue_whose_next_window_cannot_be_posted_raises_again(
         infos = list(checkpoint.tensors.values())
         monkeypatch.setattr(refusing, "error", PlacementError)
         monkeypatch.setattr(refusing, "step", "prepare")
-        with ReadaheadQueue(session, [whole(info) for info in infos], window_bytes=1) as queue:
+        slices = [whole(info) for info in infos]
+        with small_windows(1), ReadaheadQueue(session, slices) as queue:
             for _ in range(2):
                 with pytest.raises(PlacementError):
                     queue.take(whole(infos[0]))
         found = [buffer_of([Kind((i.name,), i.shape)], torch.int32, CAST) for i in infos]
         targets = ParameterBuffers([target for target in found if target is not None])
-        with targets, ParameterWriter(session, targets, infos, window_bytes=1) as writer:
+        with small_windows(1), targets, ParameterWriter(session, targets, infos) as writer:
             for _ in range(2):
                 with pytest.raises(PlacementError):
                     writer.take(infos[0].name, torch.int32)

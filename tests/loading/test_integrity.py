@@ -31,7 +31,7 @@ from gdsload.errors import (
     PartialLoad,
     StallError,
 )
-from gdsload.loading import device_batch, integrity, into
+from gdsload.loading import device_batch, integrity, window_writer
 from gdsload.loading.claims import Offer
 from gdsload.loading.integrity import Verifier
 from gdsload.planning.read_plan import FILE_ORDER
@@ -40,6 +40,7 @@ from gdsload.readahead.prefetch import PrefetchCancelled
 from gdsload.report import LoadReport
 from gdsload.system import device_name
 from gpudoubles import Doubles
+from windows import small_windows
 
 NORM = "model.norm.weight"
 ONE = "model-0.safetensors"
@@ -142,7 +143,7 @@ def by_converted_model(source: Path) -> Any:
 
 
 def by_accelerated(source: Path) -> Any:
-    with gdsload.accelerated(verify="checksum", window_bytes=10_000, ahead_bytes=20_000):
+    with small_windows(10_000, 20_000), gdsload.accelerated(verify="checksum"):
         return gdsload.from_pretrained(source, dtype="float32").state_dict()
 
 
@@ -187,7 +188,7 @@ def test_flipped_bit_ends_every_load_in_integrity_error(
 def test_load_into_has_written_only_windows_without_a_difference(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(into, "WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(window_writer, "WINDOW_BYTES", 20_000)
     with Checkpoint.open(source) as checkpoint:
         last = max(checkpoint.tensors.values(), key=FILE_ORDER)
     expected = {name: tensor.clone() for name, tensor in gdsload.load_file(source).items()}

@@ -26,7 +26,7 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
-from gdsload.loading import batch, destinations, device_batch, into
+from gdsload.loading import batch, destinations, device_batch, window_writer
 from gdsload.loading.batch import Batch
 from gdsload.loading.into import TargetBatch
 from gdsload.loading.window_writer import WindowWriter
@@ -38,8 +38,8 @@ SMALL = 20_000  # bytes of a window: tensors are split, and several windows are 
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(into, "WINDOW_BYTES", SMALL)
-    monkeypatch.setattr(into, "AHEAD_BYTES", 2 * SMALL)
+    monkeypatch.setattr(window_writer, "WINDOW_BYTES", SMALL)
+    monkeypatch.setattr(window_writer, "AHEAD_BYTES", 2 * SMALL)
 
 
 @pytest.fixture(scope="module")

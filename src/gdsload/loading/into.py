@@ -20,7 +20,7 @@ from gdsload.errors import GdsloadError, PartialLoad, StallError, listed, shown
 from gdsload.loading.batch import Batch
 from gdsload.loading.destinations import MOST_NAMED, Destination
 from gdsload.loading.session import Session
-from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, CopyPart, WindowWriter
+from gdsload.loading.window_writer import CopyPart, WindowWriter
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange, ReadPlan, ranges_of
 
@@ -213,13 +213,7 @@ def _write_windows(
         return
     by_key = {each.wanted.info.name: each for each in destinations}
     parts = [part for each in destinations for part in _parts_of(each)]
-    writer = WindowWriter(
-        session,
-        parts,
-        lambda key: by_key[key].tensor,
-        window_bytes=WINDOW_BYTES,
-        ahead_bytes=AHEAD_BYTES,
-    )
+    writer = WindowWriter(session, parts, lambda key: by_key[key].tensor)
     verified = False
     try:
         while writer.copied < len(writer.windows):

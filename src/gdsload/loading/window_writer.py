@@ -103,8 +103,6 @@ class WindowWriter:
         part_of: Callable[[str], torch.Tensor],
         *,
         fresh: Region | None = None,
-        window_bytes: int = WINDOW_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         """Reads nothing before `copy_next`.
 
@@ -113,8 +111,6 @@ class WindowWriter:
             parts: What to read and where to copy it.
             part_of: Returns the tensor of a key.
             fresh: Memory that nobody has touched, in which tensors may lie.
-            window_bytes: Size of a window in bytes.
-            ahead_bytes: Limit in bytes for the windows in flight. At least one is.
         """
         import torch
 
@@ -122,8 +118,8 @@ class WindowWriter:
         self.waited_seconds = self._copied_seconds = 0.0
         self.taken_bytes = 0
         # A tensor that is split is not compared at the edges of its parts.
-        split_bytes = window_bytes if session.verifier is None else sys.maxsize
-        self.windows = _windows_of(parts, window_bytes, split_bytes)
+        split_bytes = WINDOW_BYTES if session.verifier is None else sys.maxsize
+        self.windows = _windows_of(parts, split_bytes)
         self.window_of = {
             part.key: number for number, window in enumerate(self.windows) for part in window
         }
@@ -132,18 +128,17 @@ class WindowWriter:
         self._part_of = part_of
         self._fresh = fresh
         self._copier = Copier(torch.get_num_threads())
-        self._ahead_bytes = ahead_bytes
-        self._pool = Pool(ahead_bytes + 2 * window_bytes)
+        self._pool = Pool(AHEAD_BYTES + 2 * WINDOW_BYTES)
         self._in_flight: deque[tuple[Batch, list[CopyPart]]] = deque()
 
     def _advance(self) -> None:
-        """Posts windows up to the limit."""
+        """Posts windows up to the limit, but at least one."""
         while (number := self.copied + len(self._in_flight)) < len(self.windows):
             window = self.windows[number]
             # Without prefetched and mapped bytes.
             held_bytes = sum(batch.plan.read_bytes for batch, _ in self._in_flight)
             held_bytes += sum(part.info.nbytes for part in window)
-            if self._in_flight and held_bytes > self._ahead_bytes:
+            if self._in_flight and held_bytes > AHEAD_BYTES:
                 return
             self._in_flight.append((self._post(window), window))
 
@@ -257,12 +252,10 @@ class WindowWriter:
         self._pool.close()
 
 
-def _windows_of(
-    parts: Sequence[CopyPart], window_bytes: int, split_bytes: int
-) -> list[list[CopyPart]]:
+def _windows_of(parts: Sequence[CopyPart], split_bytes: int) -> list[list[CopyPart]]:
     ordered = sorted(parts, key=lambda part: FILE_ORDER(part.info))
     rows = (row for part in ordered for row in _split(part, split_bytes))
-    return list(grouped(rows, window_bytes, size=lambda part: part.info.nbytes))
+    return list(grouped(rows, WINDOW_BYTES, size=lambda part: part.info.nbytes))
 
 
 def _split(part: CopyPart, limit_bytes: int) -> Iterator[CopyPart]:

@@ -23,7 +23,6 @@ from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.speculative_prefetch import speculative_prefetch
 from gdsload.integrations.transformers.stand_ins import rename, stand_in
 from gdsload.loading.settings import ReadSettings
-from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.remote.urls import is_url, shown_source
 from gdsload.report import LoadReport, enclosing
 from gdsload.system import cancellation
@@ -240,8 +239,6 @@ def accelerated(
     page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
-    window_bytes: int = WINDOW_BYTES,
-    ahead_bytes: int = AHEAD_BYTES,
     verify: str | os.PathLike[str] = "size",
     on_event: OnEvent | None = None,
 ) -> Iterator[LoadReport]:
@@ -259,13 +256,11 @@ def accelerated(
         page_cache: "auto", "keep", "drop" or "fill", as for `gdsload.load_file`.
         options: Options of the backend, by name.
         stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
-        window_bytes: Bytes that are read together, of tensors that are converted or cast.
-        ahead_bytes: Bytes of such tensors that are read before transformers requests them.
         verify: As for `gdsload.load_file`.
         on_event: As for `gdsload.load_file`, for each load inside.
 
     Raises:
-        ValueError: An unknown `cache`, `page_cache` or `verify`, or a size below 1.
+        ValueError: An unknown `cache`, `page_cache` or `verify`.
         BackendUnavailable: No backend has this name.
 
     Example:
@@ -274,7 +269,7 @@ def accelerated(
         print(report.summary())
     """
     reading = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
-    wanted = Options(reading, window_bytes, ahead_bytes)
+    wanted = Options(reading)
     report = LoadReport("accelerated")
     with _entered(wanted), held(enclosing, report):
         yield report
@@ -287,8 +282,6 @@ def install(
     page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
-    window_bytes: int = WINDOW_BYTES,
-    ahead_bytes: int = AHEAD_BYTES,
     verify: str | os.PathLike[str] = "size",
     on_event: OnEvent | None = None,
 ) -> None:
@@ -303,13 +296,11 @@ def install(
         page_cache: As for `gdsload.load_file`.
         options: Options of the backend, by name.
         stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
-        window_bytes: Bytes that are read together, of tensors that are converted or cast.
-        ahead_bytes: Bytes of such tensors that are read before transformers requests them.
         verify: As for `gdsload.load_file`.
         on_event: As for `gdsload.load_file`, for each load.
 
     Raises:
-        ValueError: An unknown `cache`, `page_cache` or `verify`, or a size below 1.
+        ValueError: An unknown `cache`, `page_cache` or `verify`.
         BackendUnavailable: No backend has this name.
 
     Example:
@@ -318,7 +309,7 @@ def install(
         gdsload.uninstall()
     """
     reading = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
-    wanted = Options(reading, window_bytes, ahead_bytes)
+    wanted = Options(reading)
     with _lock:
         try:
             hooks.patcher.enter("install")

@@ -41,7 +41,6 @@ from gdsload.loading.claims import waiting_on
 from gdsload.loading.page_cache_fill import FILL_SHARE
 from gdsload.loading.session import Session, verifier_of
 from gdsload.loading.settings import ReadSettings
-from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.planning.tensor_slices import TensorSlice, part_ranges, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation, gpu
@@ -57,8 +56,6 @@ class Options:
     Raises ValueError, and BackendUnavailable for an unknown backend."""
 
     reading: ReadSettings = field(default_factory=ReadSettings)
-    window_bytes: int = WINDOW_BYTES
-    ahead_bytes: int = AHEAD_BYTES
     group: Any = None  # of torch.distributed: its ranks share the reads
     readers: str = "node"
 
@@ -67,8 +64,6 @@ class Options:
         reaches(self.reading.backend, DRAM)  # raises for an unknown name
         if self.group is not None and self.reading.verify != "size":
             raise ValueError(NOT_COMPARED)
-        if self.window_bytes < 1 or self.ahead_bytes < 1:
-            raise ValueError("window_bytes and ahead_bytes are at least 1")
 
     def with_reading(self, **changes: Any) -> Options:
         """The same options but for these settings. Raises ValueError."""
@@ -177,13 +172,7 @@ class ModelReader:
         with self.report.phase("prepare"):
             self.buffers = self._stack.enter_context(ParameterBuffers(plan.buffers, plan.twins))
         self.writer = self._stack.enter_context(
-            ParameterWriter(
-                self.session,
-                self.buffers,
-                written,
-                window_bytes=options.window_bytes,
-                ahead_bytes=options.ahead_bytes,
-            )
+            ParameterWriter(self.session, self.buffers, written)
         )
         self._begin(self.writer)
         self._count(plan.count())
@@ -218,14 +207,7 @@ class ModelReader:
         self, session: Session, slices: Sequence[TensorSlice], past_cache: str = ""
     ) -> ReadaheadQueue:
         return self._stack.enter_context(
-            ReadaheadQueue(
-                session,
-                slices,
-                kept=self.plan.kept,
-                window_bytes=self.options.window_bytes,
-                ahead_bytes=self.options.ahead_bytes,
-                past_cache=past_cache,
-            )
+            ReadaheadQueue(session, slices, kept=self.plan.kept, past_cache=past_cache)
         )
 
     def _shared_device(self) -> str | None:
@@ -252,14 +234,7 @@ class ModelReader:
         session = self._stack.enter_context(self._session(alone.device, slices))
         readers = ReaderGroup(options.group, options.readers, options.reading.stall_seconds)
         try:
-            queue = SharedQueue(
-                session,
-                alone,
-                readers,
-                wanted,
-                kept=plan.kept,
-                ahead_bytes=options.ahead_bytes,
-            )
+            queue = SharedQueue(session, alone, readers, wanted, kept=plan.kept)
         except BaseException:
             readers.close()
             raise

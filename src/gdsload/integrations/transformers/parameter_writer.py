@@ -14,7 +14,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
 from gdsload.loading.session import Session
-from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, Copy, CopyPart, WindowWriter
+from gdsload.loading.window_writer import Copy, CopyPart, WindowWriter
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ class ParameterWriter(WindowWriter):
         session: Session,
         buffers: ParameterBuffers,
         infos: Sequence[TensorInfo] = (),
-        *,
-        window_bytes: int = WINDOW_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         """Reads nothing before `start`.
 
@@ -39,18 +36,9 @@ class ParameterWriter(WindowWriter):
             session: Reads the tensors to the host.
             buffers: The memory of the parameters.
             infos: The tensors, all of them part of `buffers`.
-            window_bytes: Size of a window in bytes.
-            ahead_bytes: Limit in bytes for the windows in flight. At least one is.
         """
         parts = [CopyPart(info, info.name) for info in infos]
-        super().__init__(
-            session,
-            parts,
-            buffers.part_of,
-            fresh=buffers.region,
-            window_bytes=window_bytes,
-            ahead_bytes=ahead_bytes,
-        )
+        super().__init__(session, parts, buffers.part_of, fresh=buffers.region)
         self.buffers = buffers
         self.taken_tensors = 0
         self._lock = fork_safe_lock(self)

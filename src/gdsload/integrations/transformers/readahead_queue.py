@@ -1,7 +1,7 @@
 """Tensors that are read ahead of the consumer, in the order in which it will ask for them.
 
     slices, in the expected order          kept     window    window    window   window
-      -> windows of `window_bytes`       [posted] [taken]   [posted]  [posted] [over the limit]
+      -> windows of `WINDOW_BYTES`       [posted] [taken]   [posted]  [posted] [over the limit]
       -> read windows, posted ahead                  |
       -> take(slice), from any thread                `-- reused by the next window when all is taken
 
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError, IntegrityError
+from gdsload.loading import window_writer
 from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.device_batch import DeviceBatch
 from gdsload.loading.session import Session
-from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ReadPlan
@@ -236,8 +236,6 @@ class ReadaheadQueue:
         slices: Sequence[TensorSlice] = (),
         *,
         kept: Container[str] = (),
-        window_bytes: int = WINDOW_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
         past_cache: str = "",
     ) -> None:
         """Reads nothing before `start`.
@@ -246,18 +244,16 @@ class ReadaheadQueue:
             session: Reads to its device. Closed by the caller, after the queue.
             slices: In the order in which they will be requested.
             kept: Keys of the slices whose memory becomes the model's. They do not count as ahead.
-            window_bytes: Size of a window in bytes.
-            ahead_bytes: Limit in bytes for the windows in flight. At least one is.
             past_cache: As for `Session.arrange`.
         """
         self.session = session
         self.waited_seconds = 0.0  # sum over all threads
         self.taken_tensors = self.taken_bytes = 0
-        self._ahead_bytes, self._past_cache = ahead_bytes, past_cache
+        self._past_cache = past_cache
         self._lock = fork_safe_lock(self)
         self._closed = False
         unique = {tensor_slice.key: tensor_slice for tensor_slice in slices}.values()
-        self._planned = _windows_of(unique, kept, window_bytes)
+        self._planned = _windows_of(unique, kept)
         self._posted: list[_Window] = []  # not all of it is taken
         self._window_of = {one.key: window for window in self._planned for one in window.slices}
 
@@ -268,11 +264,11 @@ class ReadaheadQueue:
             self._advance()
 
     def _advance(self) -> None:
-        """Posts windows up to the limit."""
+        """Posts windows up to the limit, but at least one."""
         held = sum(window.ahead_bytes for window in self._posted)
         while self._planned:
             held += self._planned[0].ahead_bytes
-            if self._posted and held > self._ahead_bytes:
+            if self._posted and held > window_writer.AHEAD_BYTES:
                 return
             self._post(self._planned[0])
 
@@ -280,7 +276,9 @@ class ReadaheadQueue:
         kind = ReadWindow if self.session.device == "cpu" else DeviceReadWindow
         # Also the window of all kept slices is read in this order: the first wanted come first.
         found = self.session.arrange(
-            part_ranges(window.slices), window_bytes=WINDOW_BYTES, past_cache=self._past_cache
+            part_ranges(window.slices),
+            window_bytes=window_writer.WINDOW_BYTES,
+            past_cache=self._past_cache,
         )
         window.reads = kind(self.session, *found, window.slices)
         if window in self._planned:
@@ -370,16 +368,15 @@ class ReadaheadQueue:
         self.close()
 
 
-def _windows_of(
-    slices: Iterable[TensorSlice], kept: Container[str], window_bytes: int
-) -> list[_Window]:
+def _windows_of(slices: Iterable[TensorSlice], kept: Container[str]) -> list[_Window]:
     """Windows in the order of their first slices; all kept slices are in one."""
     windows: list[_Window] = []
     current: dict[bool, _Window] = {}  # by whether it is kept
     for one in slices:
         keep = one.key in kept
         window = current.get(keep)
-        if window is None or (not keep and window.ahead_bytes + one.nbytes > window_bytes):
+        most_bytes = window_writer.WINDOW_BYTES
+        if window is None or (not keep and window.ahead_bytes + one.nbytes > most_bytes):
             window = current[keep] = _Window([], keep)
             windows.append(window)
         window.slices.append(one)

@@ -19,6 +19,7 @@ from gdsload.distribution.shared_load import require_room_of_ranks
 from gdsload.distribution.shares import Box, Layout
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.readahead_queue import QueueClosed, ReadaheadQueue
+from gdsload.loading import window_writer
 from gdsload.loading.session import Session
 from gdsload.planning.layer_order import in_layers
 from gdsload.planning.tensor_slices import TensorSlice
@@ -41,7 +42,6 @@ class SharedQueue(ReadaheadQueue):
         wanted: Mapping[str, tuple[str, Box]],
         *,
         kept: Container[str],
-        ahead_bytes: int,
     ) -> None:
         """Agrees with the other ranks on who reads what; reads nothing before `start`.
 
@@ -51,13 +51,12 @@ class SharedQueue(ReadaheadQueue):
             readers: The ranks. The queue closes it.
             wanted: By key of a slice: the tensor and its box, one box of each tensor.
             kept: Keys of the slices whose memory becomes the model's. They do not count as ahead.
-            ahead_bytes: The size of a window, and of other tensors that wait to be taken.
 
         Raises:
             RankError, CheckpointError, ValueError: As `agreed_layouts` does.
             PlacementError: The machine has too little memory for what the ranks hold.
         """
-        super().__init__(alone, (), ahead_bytes=ahead_bytes)
+        super().__init__(alone)
         self._readers, self._kept = readers, kept
         self._key_of = {name: key for key, (name, _) in wanted.items()}
         self._expected = set(wanted)
@@ -70,7 +69,7 @@ class SharedQueue(ReadaheadQueue):
         self._thread: threading.Thread | None = None
         boxes = dict(wanted.values())
         with readers.together():
-            plan = agreed_layouts(readers, session, boxes, ahead_bytes, in_layers)
+            plan = agreed_layouts(readers, session, boxes, window_writer.AHEAD_BYTES, in_layers)
             if session.device == "cpu":
                 require_room_of_ranks(readers, self._most_held_bytes(plan[0]))
             self._exchange = Exchange(readers, session, *plan)
@@ -81,7 +80,7 @@ class SharedQueue(ReadaheadQueue):
         for layout in layouts:
             kept = self._key_of.get(layout.info.name) in self._kept
             sizes[kept] += layout.wanted_bytes(self._readers.rank)
-        return sizes[True] + min(sizes[False], self._ahead_bytes)
+        return sizes[True] + min(sizes[False], window_writer.AHEAD_BYTES)
 
     def start(self) -> None:
         """Starts the thread that reads. Raises GdsloadError if no thread can be started."""
@@ -118,7 +117,9 @@ class SharedQueue(ReadaheadQueue):
                     self._arrive(*complete.pop())
                 self._changed.notify_all()
                 while (
-                    self._held_bytes > self._ahead_bytes and not self._waiting and not self._ending
+                    self._held_bytes > window_writer.AHEAD_BYTES
+                    and not self._waiting
+                    and not self._ending
                 ):
                     self._changed.wait(_POLL_SECONDS)
             self._require_unfinished()
