@@ -21,14 +21,18 @@ import pytest
 
 from descriptors import none_left
 from gdsload.errors import GdsloadError, RemoteError
-from gdsload.remote.cache import CachedFile, LocalCache
+from gdsload.remote.cache import SIZE_VARIABLE, CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
 from threadends import await_threads
 
 SIZE = 3 * BLOCK_BYTES + 12_345
-ROOMY = 1 << 40
 PATIENCE_SECONDS = 240.0
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SIZE_VARIABLE, str(1 << 40))
 
 
 @cache
@@ -62,8 +66,8 @@ class MemoryFile(RemoteFile):
     def verify_unchanged(self) -> None: ...
 
 
-def opened(directory: Path, file: MemoryFile, limit_bytes: int = ROOMY) -> CachedFile:
-    return LocalCache(directory, limit_bytes).open(file)
+def opened(directory: Path, file: MemoryFile) -> CachedFile:
+    return LocalCache(directory).open(file)
 
 
 def load(directory: Path, file: MemoryFile) -> bytes:
@@ -406,7 +410,10 @@ def test_full_disk_ends_the_caching_and_not_the_load(tmp_path: Path) -> None:
         assert again.fetched < file.size  # what fitted is used
 
 
-def test_cache_leaves_a_tenth_of_the_disk_free(tmp_path: Path) -> None:
+def test_cache_leaves_a_tenth_of_the_disk_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SIZE_VARIABLE)
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=20m", "tmpfs"):
         for name in ("a", "b"):
             file = MemoryFile(name)
@@ -515,10 +522,13 @@ def names_in(directory: Path) -> set[str]:
     return {Path(each.url).name for each in LocalCache(directory).entries()}
 
 
-def test_least_recently_used_files_are_removed(tmp_path: Path) -> None:
+def test_least_recently_used_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SIZE_VARIABLE, "2500000")
     for name in ("a", "b", "a", "c"):
         file = MemoryFile(name, 1_000_000)
-        cached = opened(tmp_path, file, limit_bytes=2_500_000)
+        cached = opened(tmp_path, file)
         assert (cached.refusal, cached.read(0, file.size)) == ("", file.content)
         cached.close()
         await_threads("gdsload-cache")  # until it has ended, the file is in use
@@ -526,13 +536,16 @@ def test_least_recently_used_files_are_removed(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"a", "c"}
 
 
-def test_file_that_is_open_is_never_removed(tmp_path: Path) -> None:
+def test_file_that_is_open_is_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = MemoryFile("a", 1_000_000)
     cached = opened(tmp_path, file)
     cached.read(0, file.size)
     copy = cached.local_copy()
     cached.close()
-    refused = opened(tmp_path, MemoryFile("b", 1_000_000), limit_bytes=1_500_000)
+    monkeypatch.setenv(SIZE_VARIABLE, "1500000")
+    refused = opened(tmp_path, MemoryFile("b", 1_000_000))
     assert "1,000,000 are in use" in refused.refusal
     assert LocalCache(tmp_path).clear() == []
     assert content_of(copy) == file.content
@@ -540,28 +553,34 @@ def test_file_that_is_open_is_never_removed(tmp_path: Path) -> None:
     assert names_in(tmp_path) == set()
 
 
-def test_file_being_filled_counts_with_its_whole_size(tmp_path: Path) -> None:
-    filling = opened(tmp_path, MemoryFile("a", 1_000_000), limit_bytes=1_500_000)
+def test_file_being_filled_counts_with_its_whole_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SIZE_VARIABLE, "1500000")
+    filling = opened(tmp_path, MemoryFile("a", 1_000_000))
     assert filling.refusal == ""
-    assert "in use" in opened(tmp_path, MemoryFile("b", 1_000_000), limit_bytes=1_500_000).refusal
+    assert "in use" in opened(tmp_path, MemoryFile("b", 1_000_000)).refusal
 
 
-def test_part_of_a_file_is_used_without_room_for_the_rest(tmp_path: Path) -> None:
+def test_part_of_a_file_is_used_without_room_for_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = MemoryFile()
     cached = opened(tmp_path, file)
     cached.read(0, 2 * BLOCK_BYTES)
     cached.close()
     again = MemoryFile()
-    cached = opened(tmp_path, again, limit_bytes=SIZE - 1)
+    monkeypatch.setenv(SIZE_VARIABLE, str(SIZE - 1))
+    cached = opened(tmp_path, again)
     assert cached.read(0, SIZE) == file.content
     assert again.fetched == SIZE - 2 * BLOCK_BYTES
     assert f"may have {SIZE - 1:,}" in cached.refusal
 
 
 def test_environment_sets_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GDSLOAD_CACHE_BYTES", "1000")
+    monkeypatch.setenv(SIZE_VARIABLE, "1000")
     assert "may have 1,000" in LocalCache(tmp_path).open(MemoryFile()).refusal
-    monkeypatch.setenv("GDSLOAD_CACHE_BYTES", "many")
+    monkeypatch.setenv(SIZE_VARIABLE, "many")
     with pytest.raises(GdsloadError, match="not a number of bytes"):
         LocalCache(tmp_path)
 

@@ -270,13 +270,12 @@ class Cached(NamedTuple):
 class LocalCache:
     """A directory with files from elsewhere, shared by the processes of a machine."""
 
-    def __init__(self, directory: str | os.PathLike[str], limit_bytes: int | None = None) -> None:
-        """Nothing is created yet.
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Nothing is created yet. GDSLOAD_CACHE_BYTES is its size, else it leaves a tenth of the
+        filesystem free.
 
         Args:
             directory: Where the cache is. It may hold other files.
-            limit_bytes: The size of the cache. None: GDSLOAD_CACHE_BYTES, or what leaves a tenth of
-                the filesystem free.
 
         Raises:
             GdsloadError: GDSLOAD_CACHE_BYTES is not a number of bytes.
@@ -285,11 +284,9 @@ class LocalCache:
             os.path.expandvars(os.path.expanduser(os.fspath(directory))), _DIRECTORY
         )
         text = os.environ.get(SIZE_VARIABLE, "")
-        if limit_bytes is None and text:
-            if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-                raise GdsloadError(f"{SIZE_VARIABLE}={shown(text)} is not a number of bytes")
-            limit_bytes = int(text)
-        self._limit_bytes = limit_bytes
+        if text and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+            raise GdsloadError(f"{SIZE_VARIABLE}={shown(text)} is not a number of bytes")
+        self._limit_bytes = int(text) if text else None
 
     def open(self, file: RemoteFile) -> CachedFile:
         """The file with this cache in front of it. Never fails: see `CachedFile.refusal`."""

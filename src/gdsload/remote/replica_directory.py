@@ -37,7 +37,6 @@ Answer = TypeVar("Answer")
 # How long sources are waited for after the first of them has answered. A server that is starved of
 # connections may take seconds; one that is down takes much longer.
 PATIENCE_SECONDS = 5.0
-_PLACES = 16
 _SUFFIX = ".safetensors"
 _CHUNK_BYTES = 1 << 20
 
@@ -51,7 +50,7 @@ class ReplicaDirectory(RemoteDirectory):
         self._directories: dict[Source, RemoteDirectory] = {}
         sources: list[Source] = []
         for each in sources_of(url):
-            source = Source(shown_source(each), _PLACES)
+            source = Source(shown_source(each))
             sources.append(source)
             try:
                 self._directories[source] = (
