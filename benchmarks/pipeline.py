@@ -30,9 +30,9 @@ from unittest import mock
 
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
-from gdsload.backends import VRAM, Memory, OpenFile, Registration
+from gdsload.backends import DRAM, VRAM, Memory, OpenFile, Registration
 from gdsload.backends.staging import StagingPipeline
-from gdsload.memory.staging_ring import DRAM, release_rings, ring_for
+from gdsload.memory.staging_ring import release_rings, ring_for
 from gdsload.planning.read_plan import ByteRange, Limits, ReadPlan, plan_reads
 from gdsload.system import gpu, shared_libraries
 

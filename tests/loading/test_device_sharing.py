@@ -17,6 +17,7 @@ import gdsload
 from contract import BLOCK, SIZE, bytes_of
 from gdsload._native.cuda import Device
 from gdsload.backends import (
+    DRAM,
     VRAM,
     Backend,
     Memory,
@@ -166,7 +167,7 @@ def test_ring_that_cufile_keeps_leaves_no_other_ring_at_the_end_of_the_process(
     before = doubles.cuda_log["pins"]
     read(file, GdsMtBackend)
     read(file, PosixBackend)
-    assert [ring.kind for ring in staging_ring.rings()] == [staging_ring.VRAM, staging_ring.DRAM]
+    assert [ring.kind for ring in staging_ring.rings()] == [VRAM, DRAM]
     doubles.fault("cuFileBufDeregister", CODE, 5026)
     staging_ring._end()
     assert doubles.struck == 1 and doubles.cuda_log["pins"] == before
@@ -238,7 +239,7 @@ def test_ring_of_vram_is_freed_if_no_engine_opens(doubles: Doubles, file: OpenFi
 
 def test_ring_stays_while_a_pipeline_through_it_is_opened(doubles: Doubles) -> None:
     """Another thread may release unused rings at any time."""
-    with staging_ring.ring_for(staging_ring.DRAM, 0, 64 << 10, 1 << 20) as made:
+    with staging_ring.ring_for(DRAM, 0, 64 << 10, 1 << 20) as made:
         assert staging_ring.release_rings() == 0
         assert staging_ring.rings() == [made]
     assert staging_ring.release_rings() == 1 << 20
@@ -265,7 +266,7 @@ def test_ctrl_c_while_a_ring_is_pinned_leaves_nothing_pinned(
     before, device = doubles.cuda_log["pins"], Interrupted(gpu.device(0))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(gpu, "device", lambda ordinal: device)
-        staging_ring.StagingRing(staging_ring.DRAM, 0, 64 << 10, 16)
+        staging_ring.StagingRing(DRAM, 0, 64 << 10, 16)
     assert doubles.cuda_log["pins"] == before
 
 
@@ -453,7 +454,7 @@ def test_fork_wipes_ring_in_child_and_leaves_it_in_parent(
 
 def test_pinning_that_hangs_does_not_block_other_devices(doubles: Doubles) -> None:
     def pin() -> None:
-        with staging_ring.ring_for(staging_ring.DRAM, 0, 64 << 10, 1 << 20):
+        with staging_ring.ring_for(DRAM, 0, 64 << 10, 1 << 20):
             pass
 
     doubles.fault("cuMemHostRegister_v2", HANG)
@@ -463,10 +464,10 @@ def test_pinning_that_hangs_does_not_block_other_devices(doubles: Doubles) -> No
     while not doubles.hung:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    with staging_ring.ring_for(staging_ring.DRAM, 1, 64 << 10, 1 << 20) as other:
+    with staging_ring.ring_for(DRAM, 1, 64 << 10, 1 << 20) as other:
         assert doubles.hung == 1
         assert staging_ring.rings() == [other]
-    assert staging_ring.release_rings(staging_ring.DRAM, 1) == 1 << 20
+    assert staging_ring.release_rings(DRAM, 1) == 1 << 20
     assert doubles.hung == 1
     doubles.let_go()
     pinning.join()

@@ -29,7 +29,7 @@ from gdsload.backends.host_copies import HostCopy, shares_and_reads
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gdsload.loading import claims, device_batch, session as session_module
 from gdsload.loading.settings import ReadSettings
-from gdsload.memory import device_buffers, late_copies, staging_ring
+from gdsload.memory import DRAM, device_buffers, late_copies, staging_ring
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.system import gpu
 from gpudoubles import CODE, NEGATIVE, Doubles
@@ -258,7 +258,7 @@ def test_bytes_in_host_memory_pass_through_the_pinned_ring(
     nbytes = sum(tensor.nbytes for tensor in expected.values())
     assert after["copied"] - before["copied"] == nbytes
     assert_same(got, expected)
-    assert [ring.kind for ring in staging_ring.rings()] == [staging_ring.DRAM]
+    assert [ring.kind for ring in staging_ring.rings()] == [DRAM]
 
 
 @pytest.mark.usefixtures("ring_worthwhile")

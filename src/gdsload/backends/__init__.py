@@ -13,8 +13,6 @@ Example:
 
 from gdsload.backends.base import (
     API_VERSION,
-    DRAM,
-    VRAM,
     Backend,
     BackendStatus,
     Failure,
@@ -27,6 +25,7 @@ from gdsload.backends.base import (
     Support,
 )
 from gdsload.backends.registry import choose, find, names, probe_all, reaches, register_backend
+from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import Limits, Transfer
 
 __all__ = [

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import DRAM
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 from gdsload.remote.file import RemoteFile
 from gdsload.system.storage import Storage
@@ -25,7 +26,6 @@ from gdsload.system.storage import Storage
 # (major, minor). A plugin fits if its major number is the same and its minor number is not newer.
 API_VERSION = (1, 0)
 
-DRAM, VRAM = "dram", "vram"
 _POLL_SECONDS = 0.0005
 # By the type of an option's default: the types of its values, and their name.
 _ACCEPTED: Mapping[type, tuple[Any, str]] = {

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from gdsload._native import threads
 from gdsload._native.pump import throttle
-from gdsload.backends.base import VRAM, Memory, OpenFile, Registration
+from gdsload.backends.base import Memory, OpenFile, Registration
 from gdsload.backends.posix.backend import DEPTH, REQUEST_BYTES, RING_BYTES
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallError
-from gdsload.memory import late_copies, staging_ring
+from gdsload.memory import DRAM, VRAM, late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gdsload.system.stall import STALL_SECONDS, StallWatch
@@ -64,12 +64,12 @@ def copy_to_device(
     ordinal, nbytes = gpu.ordinal_of(device), sum(each.nbytes for each in copies)
     slot_bytes, ring_bytes, least = REQUEST_BYTES, RING_BYTES, LEAST_BYTES_WITHOUT_RING
     for ring in staging_ring.rings():
-        if (ring.kind, ring.ordinal) == (staging_ring.DRAM, ordinal):
+        if (ring.kind, ring.ordinal) == (DRAM, ordinal):
             slot_bytes, ring_bytes, least = ring.native.slot_bytes, ring.nbytes, LEAST_BYTES
     if nbytes < least or any(throttle()):
         return False
     try:
-        with staging_ring.ring_for(staging_ring.DRAM, ordinal, slot_bytes, ring_bytes) as ring:
+        with staging_ring.ring_for(DRAM, ordinal, slot_bytes, ring_bytes) as ring:
             pipeline = ring.unpark(_KIND) or StagingPipeline(
                 "posix", ring, threads.engine(), 2 * DEPTH, kind=_KIND
             )

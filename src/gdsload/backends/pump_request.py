@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.base import (
-    DRAM,
-    VRAM,
     Backend,
     BackendStatus,
     Failure,
@@ -27,6 +25,7 @@ from gdsload.backends.base import (
     require_own_process,
 )
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 
 if TYPE_CHECKING:

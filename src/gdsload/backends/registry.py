@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload.backends.base import API_VERSION, DRAM, VRAM, Backend, Support
+from gdsload.backends.base import API_VERSION, Backend, Support
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import DRAM, VRAM
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

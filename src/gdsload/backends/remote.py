@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload._native.fetch import Fetch
 from gdsload._native.pump import Pump
 from gdsload.backends.base import (
-    DRAM,
-    VRAM,
     BackendStatus,
     Failure,
     Memory,
@@ -35,6 +33,7 @@ from gdsload.backends.base import (
 from gdsload.backends.posix.backend import REQUEST_BYTES as SLOT_BYTES, RING_BYTES
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable, ReadError, RemoteError
+from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import Limits
 from gdsload.remote.file import RemoteFile
 from gdsload.system.storage import REMOTE_DEPTH, REMOTE_REQUEST_BYTES, Storage
@@ -159,7 +158,7 @@ class RemoteBackend(PumpBackend):
         crew = self._new_crew()
         ring_bytes = self.settings["ring_bytes"]
         with staging_ring.ring_for(
-            staging_ring.DRAM, gpu.ordinal_of(device), self._slot_bytes, ring_bytes
+            DRAM, gpu.ordinal_of(device), self._slot_bytes, ring_bytes
         ) as ring:
             if ring.notes:
                 self.refusals[f"{self.name}/ring"] = "; ".join(ring.notes)

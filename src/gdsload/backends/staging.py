@@ -17,7 +17,6 @@ from gdsload._native.cufile import Files
 from gdsload._native.pump import Pump
 from gdsload._native.stage import REFUSED_COPY, AddressMap, Stage
 from gdsload.backends.base import (
-    VRAM,
     Failure,
     Memory,
     OpenFile,
@@ -27,7 +26,7 @@ from gdsload.backends.base import (
 from gdsload.backends.cufile.library import explain
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpedRequest
 from gdsload.errors import BackendUnavailable
-from gdsload.memory import late_copies
+from gdsload.memory import VRAM, late_copies
 from gdsload.memory.staging_ring import StagingRing
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu

@@ -16,7 +16,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gdsload.backends import Backend, Memory, Registration
-from gdsload.backends.base import DRAM, Failure, Progress
+from gdsload.backends.base import Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import FileChanged, GdsloadError, ReadError
 from gdsload.loading.accounting import record_backend, record_request
@@ -24,6 +24,7 @@ from gdsload.loading.claims import LOST, READ, READING
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import copied
+from gdsload.memory import DRAM
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ByteRange, ReadPlan

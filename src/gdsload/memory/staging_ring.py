@@ -26,7 +26,7 @@ from gdsload._native.cufile import CuFileFailure
 from gdsload._native.memory import Region
 from gdsload._native.stage import Ring
 from gdsload.errors import PlacementError
-from gdsload.memory import late_copies
+from gdsload.memory import DRAM, VRAM, late_copies
 from gdsload.system import gpu, lifecycle, quiesce
 from gdsload.system.available import available_bytes
 from gdsload.system.threads import start_thread
@@ -34,7 +34,6 @@ from gdsload.system.threads import start_thread
 if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
 
-DRAM, VRAM = "dram", "vram"
 # How long a ring of VRAM outlives its last load, so that the loads of a start register it once. Not
 # measured on a GPU.
 IDLE_SECONDS = 10.0

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, Progress
-from gdsload.backends.base import DRAM
 from gdsload.checkpoint import Identity
 from gdsload.errors import FileChanged, PlacementError, ReadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import OfferedRange
 from gdsload.loading.session import Session
-from gdsload.memory import page_cache
+from gdsload.memory import DRAM, page_cache
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import (
     ByteRange,

@@ -29,8 +29,6 @@ from gdsload.backends.auto.candidate import Candidate
 from gdsload.backends.auto.request import AutoRequest, Part, path_of
 from gdsload.backends.auto.transfers import ragged_ends_apart, wanted_bytes_of
 from gdsload.backends.base import (
-    DRAM,
-    VRAM,
     Backend,
     BackendStatus,
     Memory,
@@ -44,7 +42,7 @@ from gdsload.backends.base import (
 )
 from gdsload.backends.cufile import library
 from gdsload.errors import BackendUnavailable, PlacementError
-from gdsload.memory import staging_ring
+from gdsload.memory import DRAM, VRAM, staging_ring
 from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock

@@ -15,8 +15,9 @@ from gdsload._native.cuda import CudaFailure
 from gdsload.backends.auto.benchmark import LAST
 from gdsload.backends.auto.request import AutoRequest, Part
 from gdsload.backends.auto.transfers import split
-from gdsload.backends.base import NO_FILE, VRAM, Backend, Memory, Registration
+from gdsload.backends.base import NO_FILE, Backend, Memory, Registration
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import VRAM
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gdsload.system.stall import StallWatch

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFileFailure, Files
 from gdsload.backends.base import (
-    VRAM,
     Memory,
     OpenFile,
     Option,
@@ -28,6 +27,7 @@ from gdsload.backends.cufile import library
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, CuFileError, ReadError
+from gdsload.memory import VRAM
 from gdsload.memory.staging_ring import Register, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu

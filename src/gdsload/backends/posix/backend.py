@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload._native.first_touch import MODES
 from gdsload._native.pump import Pump
 from gdsload.backends.base import (
-    DRAM,
-    VRAM,
     Memory,
     OpenFile,
     Option,
@@ -34,6 +32,7 @@ from gdsload.backends.posix.engines import (
 )
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system.storage import Storage
 

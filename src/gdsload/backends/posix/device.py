@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gdsload.backends.staging import StagingPipeline
-from gdsload.memory.staging_ring import DRAM, ring_for
+from gdsload.memory import DRAM
+from gdsload.memory.staging_ring import ring_for
 from gdsload.system import gpu
 
 
