@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 struct read {
-    int fd, slot, buffer, io_mode;
+    int fd, file_number, buffer, io_mode;
     char *address;
     void *memory;
     uint64_t length, offset, cookie;

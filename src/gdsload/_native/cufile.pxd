@@ -132,12 +132,12 @@ cdef struct CFiles:
     void **handles
     int room
 
-cdef inline void *file_handle(CFiles *files, int slot) noexcept nogil:
+cdef inline void *file_handle(CFiles *files, int number) noexcept nogil:
     """NULL if the number stands for no registered file."""
     cdef void *found = NULL
     pthread_mutex_lock(&files.lock)
-    if 0 <= slot < files.room:
-        found = files.handles[slot]
+    if 0 <= number < files.room:
+        found = files.handles[number]
     pthread_mutex_unlock(&files.lock)
     return found
 

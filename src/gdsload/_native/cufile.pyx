@@ -415,25 +415,25 @@ cdef class Files:
         made.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
         made.context = PyCapsule_GetPointer(context, b"gdsload.context")
 
-    def put(self, int slot, uint64_t handle):
-        """Sets the handle of ``slot``; 0: none."""
+    def put(self, int number, uint64_t handle):
+        """Sets the handle of ``number``; 0: none."""
         cdef void **grown
         cdef int room
-        if slot < 0:
-            raise IndexError(f"slot {slot}")
+        if number < 0:
+            raise IndexError(f"number {number}")
         pthread_mutex_lock(&self.table.lock)
-        if slot >= self.table.room:
-            room = 2 * slot + 16
+        if number >= self.table.room:
+            room = 2 * number + 16
             grown = <void **>realloc(self.table.handles, room * sizeof(void *))
             if grown != NULL:
                 memset(grown + self.table.room, 0, (room - self.table.room) * sizeof(void *))
                 self.table.handles = grown
                 self.table.room = room
-        if slot < self.table.room:
-            self.table.handles[slot] = <void *><uintptr_t>handle
+        if number < self.table.room:
+            self.table.handles[number] = <void *><uintptr_t>handle
         room = self.table.room
         pthread_mutex_unlock(&self.table.lock)
-        if slot >= room:
+        if number >= room:
             raise MemoryError("no memory for a table of files")
 
     @property

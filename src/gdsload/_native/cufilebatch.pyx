@@ -189,7 +189,7 @@ cdef int fill(Batches *self, Wave *wave, const Read *reads, int count) noexcept 
     while taken < count and wave.count < (1 if self.one_by_one else self.room):
         read = &reads[taken]
         taken += 1
-        handle = file_handle(self.files, read.slot)
+        handle = file_handle(self.files, read.file_number)
         offset = <uint64_t>(read.address - self.base)
         if handle == NULL or read.length == 0:
             # cuFile would never send an event for either.

@@ -21,8 +21,8 @@ cdef enum:
 cdef struct File:
     int buffered_fd
     int direct_fd              # -1: this file is read through the page cache
-    int direct_slot            # the engine's numbers for the two
-    int buffered_slot
+    int direct_number          # the engine's file numbers for the two
+    int buffered_number
     uint64_t block             # direct reads start and end on multiples of it
     int refused                # errno of the last direct read that was refused; 0: none
     int refused_in_row         # direct reads refused since one succeeded
@@ -58,7 +58,7 @@ cdef struct CRequest:
     File *files
     int file_count
     int next                   # first op that was never submitted
-    int in_flight              # ops in the engine, staged, or waiting for a retry
+    int in_flight              # ops in the engine, in the next submission, or to be retried
     int settled                # ops done or failed
     int failed
     int *order                 # ops in the order in which they settled
@@ -116,8 +116,8 @@ cdef struct CPump:
     int64_t cancelled          # requests, in all
     int64_t idle_wait_ns       # longest sleep while the next read may not start yet
     CThrottle *throttle
-    Read staged[BATCH]         # for the next submission
-    int staged_count
+    Read submission[BATCH]     # the next one
+    int submission_count
     Completion completions[BATCH]
 
 cdef inline void count_load(CPump *self, CRequest *request) noexcept nogil:

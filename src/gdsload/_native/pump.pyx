@@ -5,7 +5,7 @@ reads of the requests posted to it (request.pyx), oldest request first, each in 
 what a completion means: short reads continue, refused direct reads become buffered, errors get one
 retry. It also applies the bandwidth limits that all pumps share.
 
-    post ─► stage ─► submit ─► engine (depth reads) ─► reap ─► handle ─► done, failed, or once more
+    post ─► fill ─► submit ─► engine (depth reads) ─► reap ─► handle ─► done, failed, or once more
 """
 
 cimport cython
@@ -79,7 +79,7 @@ cdef int throttle_admits(
 
 cdef int may_start(CPump *self, CRequest *request, Op *op, int64_t now) noexcept nogil:
     if throttle_admits(
-        self.throttle, request.ahead, self.in_flight + self.staged_count, op.length, now
+        self.throttle, request.ahead, self.in_flight + self.submission_count, op.length, now
     ):
         return 1
     self.idle_wait_ns = RETRY_WAIT_NS
@@ -201,10 +201,10 @@ cdef void describe(Op *op, Read *read) noexcept nogil:
         op.direct = 0
     if op.direct:
         start &= ~(file.block - 1)
-        read.fd, read.slot, read.io_mode = file.direct_fd, file.direct_slot, DIRECT
+        read.fd, read.file_number, read.io_mode = file.direct_fd, file.direct_number, DIRECT
         read.length = op.length - start
     else:
-        read.fd, read.slot = file.buffered_fd, file.buffered_slot
+        read.fd, read.file_number = file.buffered_fd, file.buffered_number
         read.io_mode = MAPPED if op.io_mode == MAPPED else BUFFERED
         read.length = op.wanted - start
     read.address = op.address + start
@@ -218,21 +218,21 @@ cdef void describe(Op *op, Read *read) noexcept nogil:
 
 # --- the pump's thread -------------------------------------------------------------------------
 
-cdef void stage(CPump *self) noexcept nogil:
+cdef void fill_submission(CPump *self) noexcept nogil:
     """Fills the next submission, and drops from it reads of cancelled requests: with an engine that
     takes nothing any more, such a request would never end."""
     cdef int64_t now = monotonic_ns()
     cdef int i, count = 0
     cdef Op *op
-    for i in range(self.staged_count):
-        op = <Op *>self.staged[i].cookie
+    for i in range(self.submission_count):
+        op = <Op *>self.submission[i].cookie
         if op.request.cancelled:
             settle(self, op, ECANCELED, now)
         else:
-            self.staged[count] = self.staged[i]
+            self.submission[count] = self.submission[i]
             count += 1
-    self.staged_count = count
-    while self.staged_count < BATCH and self.in_flight + self.staged_count < self.depth:
+    self.submission_count = count
+    while self.submission_count < BATCH and self.in_flight + self.submission_count < self.depth:
         op = next_op(self, now)
         if op == NULL:
             break
@@ -241,20 +241,20 @@ cdef void stage(CPump *self) noexcept nogil:
         if op.request.cancelled or op.arrived >= op.wanted:
             settle(self, op, 0 if op.arrived >= op.wanted else ECANCELED, now)
             continue
-        describe(op, &self.staged[self.staged_count])
-        self.staged_count += 1
+        describe(op, &self.submission[self.submission_count])
+        self.submission_count += 1
 
 
 cdef int submit(CPump *self) noexcept nogil:
     """Without the lock: the number of reads that the engine took, or -errno of the first."""
-    if self.staged_count == 0:
+    if self.submission_count == 0:
         return 0
-    return self.ops.submit(self.engine, self.staged, self.staged_count)
+    return self.ops.submit(self.engine, self.submission, self.submission_count)
 
 
 cdef int reap(CPump *self, int taken, int wanted, int64_t wait_ns) noexcept nogil:
     """Without the lock: the number of completions, or -errno of an engine that failed for good."""
-    if taken < self.staged_count:
+    if taken < self.submission_count:
         wanted = 1  # the next completion makes room
     if self.in_flight + max(taken, 0) == 0:
         return 0
@@ -267,14 +267,14 @@ cdef int handle(CPump *self, int taken, int seen) noexcept nogil:
     cdef int i, pause
     if taken < 0:
         # The submission was refused: that is the result of its first read.
-        pause = complete(self, <Op *>self.staged[0].cookie, taken, now)
+        pause = complete(self, <Op *>self.submission[0].cookie, taken, now)
         taken = 1
     else:
         self.in_flight += taken
-        pause = taken == 0 and self.staged_count > 0 and self.in_flight == 0
-    self.staged_count -= taken
-    for i in range(self.staged_count):
-        self.staged[i] = self.staged[i + taken]
+        pause = taken == 0 and self.submission_count > 0 and self.in_flight == 0
+    self.submission_count -= taken
+    for i in range(self.submission_count):
+        self.submission[i] = self.submission[i + taken]
     if seen < 0:
         self.broken = seen
         return 0
@@ -313,7 +313,7 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
     """
     cdef CRequest *request = self.first
     cdef Waiter *waiter
-    cdef int under_way = self.in_flight + self.staged_count
+    cdef int under_way = self.in_flight + self.submission_count
     cdef int left = 0, unsubmitted = 0, awaited = 0
     cancelled[0] = 0
     while request != NULL:
@@ -327,7 +327,7 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
             waiter = waiter.next
         request = request.next_posted
     wanted[0] = 1
-    if not awaited and self.staged_count == 0:
+    if not awaited and self.submission_count == 0:
         return IDLE_WAIT_NS  # a cancelled read may never end
     if under_way < self.depth and (unsubmitted or left == 0 or cancelled[0]):
         return BUSY_WAIT_NS
@@ -384,12 +384,12 @@ cdef void *serve(void *arg) noexcept nogil:
     pthread_cond_broadcast(&self.settled)  # the constructor waits for the engine
     while not self.broken:
         self.idle = 0
-        stage(self)
+        fill_submission(self)
         # A request may also end without a completion: cancelled while it waited for a retry.
         if drop_drained(self) or self.fulfilled:
             self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
-        if self.in_flight == 0 and self.staged_count == 0:
+        if self.in_flight == 0 and self.submission_count == 0:
             given_up = 0 if self.ops.take_back == NULL else self.ops.take_back(self.engine)
             if given_up < 0:
                 self.broken = given_up

@@ -107,8 +107,9 @@ cdef class Request:
     cdef int pid
 
     def __cinit__(self, object pump, list files, object transfers, list targets):
-        """``files``: (buffered fd, direct fd or -1, block, direct slot, buffered slot). A slot is a
-        number that stands for one descriptor during the life of the pump, and is never reused.
+        """``files``: (buffered fd, direct fd or -1, block, and the file numbers of the two, direct
+        first). A file number stands for one descriptor during the life of the pump, and is never
+        reused.
 
         ``transfers``: (file, offset, length, wanted, target, offset in it, I/O mode, ...), such as
         those of a read plan. The target of a "mapped" one is a private mapping of the file, and ends
@@ -138,7 +139,7 @@ cdef class Request:
             for entry in files:
                 file = &made.files[made.file_count]
                 file.buffered_fd, file.direct_fd, file.block = entry[0], entry[1], entry[2]
-                file.direct_slot, file.buffered_slot = entry[3], entry[4]
+                file.direct_number, file.buffered_number = entry[3], entry[4]
                 made.file_count += 1
             for number, entry in enumerate(targets):
                 places[number].address, places[number].length = entry[0], entry[1]

@@ -70,7 +70,7 @@ cdef struct Workers:
 
 cdef int64_t read_cufile(Workers *self, const Read *read) noexcept nogil:
     """Bytes, or a negative code: an errno, or one of cuFile's own above 5000."""
-    cdef void *handle = file_handle(self.files, read.slot)
+    cdef void *handle = file_handle(self.files, read.file_number)
     cdef int64_t got
     if handle == NULL:
         return -EBADF

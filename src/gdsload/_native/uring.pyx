@@ -59,7 +59,7 @@ cdef extern from "<liburing.h>" nogil:
     void io_uring_cq_advance(io_uring *, unsigned count)
 
 cdef enum:
-    SLOTS = 1024       # most files in the ring's table; others are read by descriptor
+    MOST_FILES = 1024  # most files in the ring's table; others are read by descriptor
     BACK_OFF_NS = 1000000
     # Kernel threads for buffered reads: half of the depth, within these bounds.
     DISK_WORKERS = 16
@@ -71,9 +71,9 @@ cdef struct Uring:
     io_uring ring
     int depth
     int in_flight
-    int slots           # files in the ring's table
+    int room                       # of the ring's table of files
     int fixed_buffers
-    int slot_fd[SLOTS]  # descriptor registered in each slot, or -1
+    int registered_fd[MOST_FILES]  # the descriptor of each file number, or -1
 
 
 cdef int open_ring(io_uring *ring, int depth) noexcept nogil:
@@ -115,11 +115,11 @@ cdef int open_uring(
     io_uring_register_iowq_max_workers(&self.ring, workers)
     # For a larger table than the process may have files, liburing would raise that limit.
     if getrlimit(RLIMIT_NOFILE, &files) == 0:
-        self.slots = <int>min(files.rlim_cur, <unsigned long>SLOTS)
-    if io_uring_register_files_sparse(&self.ring, self.slots) != 0:
-        self.slots = 0
-    for i in range(SLOTS):
-        self.slot_fd[i] = -1
+        self.room = <int>min(files.rlim_cur, <unsigned long>MOST_FILES)
+    if io_uring_register_files_sparse(&self.ring, self.room) != 0:
+        self.room = 0
+    for i in range(MOST_FILES):
+        self.registered_fd[i] = -1
     if count > 0:
         vectors = <iovec *>calloc(count, sizeof(iovec))
         if vectors != NULL:
@@ -136,13 +136,13 @@ cdef int open_uring(
 cdef int registered(Uring *self, const Read *read) noexcept nogil:
     """Whether the file is in the ring's table; registers it on its first read."""
     cdef int fd = read.fd
-    if read.slot < 0 or read.slot >= self.slots:
+    if read.file_number < 0 or read.file_number >= self.room:
         return 0
-    if self.slot_fd[read.slot] == fd:
+    if self.registered_fd[read.file_number] == fd:
         return 1
-    if io_uring_register_files_update(&self.ring, read.slot, &fd, 1) != 1:
+    if io_uring_register_files_update(&self.ring, read.file_number, &fd, 1) != 1:
         return 0
-    self.slot_fd[read.slot] = fd
+    self.registered_fd[read.file_number] = fd
     return 1
 
 
@@ -151,21 +151,21 @@ cdef int submit_uring(void *engine, const Read *reads, int count) noexcept nogil
     cdef io_uring_sqe *sqe
     cdef const Read *read
     cdef int taken = 0
-    cdef int by_slot, fd
+    cdef int by_number, fd
     while taken < count and self.in_flight < self.depth:
         sqe = io_uring_get_sqe(&self.ring)
         if sqe == NULL:
             break
         read = &reads[taken]
-        by_slot = registered(self, read)
-        fd = read.slot if by_slot else read.fd
+        by_number = registered(self, read)
+        fd = read.file_number if by_number else read.fd
         if self.fixed_buffers and read.buffer >= 0:
             io_uring_prep_read_fixed(
                 sqe, fd, read.address, <unsigned>read.length, read.offset, read.buffer
             )
         else:
             io_uring_prep_read(sqe, fd, read.address, <unsigned>read.length, read.offset)
-        if by_slot:
+        if by_number:
             sqe.flags |= IOSQE_FIXED_FILE
         if read.io_mode == BUFFERED_ASYNC:
             # By the kernel's workers: cached bytes would be copied inside the submission.

@@ -51,7 +51,7 @@ class PumpedRequest:
         files: Registrations,
         targets: Sequence[tuple[int, int, object | None, int]],
         *,
-        by_slot: bool = True,
+        by_number: bool = True,
     ) -> None:
         """Makes the native request.
 
@@ -62,8 +62,8 @@ class PumpedRequest:
             files: The files of the transfers, registered.
             targets: For each memory its address, its size in bytes, the handle that keeps it alive
                 or None, and the number of the registered buffer or -1.
-            by_slot: Whether the engine knows files by the slots of their registration, rather than
-                by their descriptors.
+            by_number: Whether the engine knows files by the numbers of their registration, rather
+                than by their descriptors.
         """
         self.backend, self.transfers, self.files = backend, transfers, files
         table: list[tuple[int, int, int, int, int]] = []
@@ -71,8 +71,8 @@ class PumpedRequest:
             file = registration.what
             if not isinstance(file, OpenFile):
                 raise TypeError(f"file {number} of the request is {file!r}")
-            slots = registration.handle if by_slot else (-1, -1)
-            table.append((file.fd, file.direct_fd, file.block, *slots))
+            file_numbers = registration.handle if by_number else (-1, -1)
+            table.append((file.fd, file.direct_fd, file.block, *file_numbers))
         self.native = Request(pump, table, transfers, list(targets))
 
     def post(self) -> None:
@@ -139,7 +139,7 @@ class PumpBackend(Backend):
         self.engine = ""
         self.refusals: dict[str, str] = {}
         self._pipelines: dict[str, StagingPipeline] = {}
-        self._slots = 0  # an engine knows descriptors by these numbers; none is used twice
+        self._file_numbers = 0  # an engine knows descriptors by these; none is used twice
 
     def _require_request_options(self, most_depth: int, reads: str) -> None:
         """Raises ValueError for values of `request_bytes` and `depth` that cannot work. `reads` is
@@ -153,10 +153,10 @@ class PumpBackend(Backend):
         if not 0 < depth <= most_depth:
             raise ValueError(f"depth={depth!r}: from 1 to {most_depth} {reads} can be in flight")
 
-    def _new_slots(self) -> tuple[int, int]:
-        """Slots for the direct and the other descriptor of a file."""
-        self._slots += 2
-        return self._slots - 2, self._slots - 1
+    def _new_file_numbers(self) -> tuple[int, int]:
+        """Numbers for the direct and the other descriptor of a file."""
+        self._file_numbers += 2
+        return self._file_numbers - 2, self._file_numbers - 1
 
     def prepare(
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations

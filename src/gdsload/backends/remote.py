@@ -109,7 +109,7 @@ class RemoteBackend(PumpBackend):
                 f"{what.path}: backend {self.name!r} reads no files of this machine", path=what.path
             )
         self._adapt(what.storage)
-        number, _ = self._new_slots()
+        number, _ = self._new_file_numbers()
         self._files[number] = what.remote
         if (facts := what.remote.facts()) is not None:
             self._counted[number] = Counter(facts.paths)

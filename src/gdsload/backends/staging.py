@@ -142,11 +142,13 @@ class StagedRequest(PumpedRequest):
         self._addresses = AddressMap(pipeline.stage, spaces)
         self._ended = False
         # A pipeline that is used again must not keep the files of loads that have ended; but
-        # cuFile needs slots for its own handles.
-        by_slot = pipeline.files is not None
+        # cuFile needs file numbers for its own handles.
+        by_number = pipeline.files is not None
         base = self._addresses.base
         targets = [(base + start, length, None, -1) for start, length, _ in spaces]
-        super().__init__(pipeline.name, pipeline.pump, transfers, files, targets, by_slot=by_slot)
+        super().__init__(
+            pipeline.name, pipeline.pump, transfers, files, targets, by_number=by_number
+        )
 
     def failure(self, number: int) -> Failure:
         _, got, code = self.native.result(number)

@@ -50,7 +50,7 @@ class CuFileBackend(PumpBackend):
             )
         self._device = "cuda:0"
         self._driver: library.Driver | None = None
-        self._handles: dict[int, int] = {}  # slot -> CUfileHandle_t
+        self._handles: dict[int, int] = {}  # file number -> CUfileHandle_t
         self._files: list[tuple[int, int]] = []  # (CUfileHandle_t, our descriptor)
         self._counted: dict[str, int] = {}  # reads by I/O path, at the last look
 
@@ -121,12 +121,12 @@ class CuFileBackend(PumpBackend):
             ) from error
         # After any other error, of a signal, the descriptor stays: the call may still succeed.
         self._files.append((handle, fd))
-        slots = self._new_slots()
-        for slot in slots:
-            self._handles[slot] = handle
+        numbers = self._new_file_numbers()
+        for number in numbers:
+            self._handles[number] = handle
             for table in self._tables():
-                table.put(slot, handle)
-        return Registration(what, slots)
+                table.put(number, handle)
+        return Registration(what, numbers)
 
     def deregister(self, registration: Registration) -> None:
         """Nothing to do: `close` ends handles, since an abandoned read may still use one."""
@@ -155,8 +155,8 @@ class CuFileBackend(PumpBackend):
             if ring.notes:
                 self.refusals[f"{self.name}/registered ring"] = "; ".join(ring.notes)
             pipeline = StagingPipeline(self.name, ring, self._new_engine(), depth, files=handles)
-        for slot, handle in self._handles.items():
-            handles.put(slot, handle)
+        for number, handle in self._handles.items():
+            handles.put(number, handle)
         return pipeline
 
     def prepare(
@@ -183,8 +183,8 @@ class CuFileBackend(PumpBackend):
         """Ends the threads and deregisters the files. If a read or a call of cuFile hangs, both
         stay open."""
         for table in self._tables():
-            for slot in self._handles:
-                table.put(slot, 0)
+            for number in self._handles:
+                table.put(number, 0)
         ended = self._close_pipelines()
         files, self._files = self._files, []
         self._handles.clear()

@@ -134,7 +134,7 @@ class PosixBackend(PumpBackend):
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
             self._adapt(what.storage)
-            return Registration(what, self._new_slots())
+            return Registration(what, self._new_file_numbers())
         if what.kind == VRAM:
             return Registration(what, -1)
         if what.kind != DRAM:
@@ -155,7 +155,7 @@ class PosixBackend(PumpBackend):
             self._dram_settings = {**self.settings, **{name: suited[name] for name in wanted}}
 
     def deregister(self, registration: Registration) -> None:
-        """Nothing to do: slots and buffers are released when the engine is closed."""
+        """Nothing to do: files and buffers are released when the engine is closed."""
 
     @property
     def pump(self) -> Pump:
