@@ -14,7 +14,7 @@ from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from gdsload.api import WINDOW_BYTES, stream
+from gdsload.api import STREAM_WINDOW_BYTES, stream
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
@@ -63,7 +63,7 @@ async def astream(
     cache: str = "auto",
     page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int = STREAM_WINDOW_BYTES,
     group: ProcessGroup | None = None,
     shards: Shards | None = None,
     readers: str = "node",

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from gdsload.planning.tensor_slices import WantedTensor
 
 # Size of a read window of `stream`. Two are in memory: one is handed out, the next one is read.
-WINDOW_BYTES = 256 << 20
+STREAM_WINDOW_BYTES = 256 << 20
 # The backends of safetensors, and the I/O mode that reads in the same way.
 _SAFETENSORS_MODES = {"mmap": "mapped", "pread": "buffered"}
 
@@ -210,13 +210,13 @@ def load_file(
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
         found: list[str] = []
-        arguments = (sharing, opened, slices, settings, target, "file", WINDOW_BYTES)
+        arguments = (sharing, opened, slices, settings, target, "file", STREAM_WINDOW_BYTES)
         shared = dict(_shared(*arguments, found=found))
         return {name: shared[name] for name in found}
     with opened() as (session, wanted, advance):
         infos = wanted.parts
         if session.device != target:  # torch moves the tensors there
-            pairs = load_in_windows(session, infos, WINDOW_BYTES, target, advance)
+            pairs = load_in_windows(session, infos, STREAM_WINDOW_BYTES, target, advance)
             return dict(wanted.assembled(pairs))
         tensors = load(session, infos, wanted.read_bytes, target, advance)
         if wanted.whole:
@@ -373,7 +373,7 @@ def stream(
     cache: str = "auto",
     page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int = STREAM_WINDOW_BYTES,
     group: ProcessGroup | None = None,
     shards: Shards | None = None,
     readers: str = "node",

@@ -377,7 +377,7 @@ def test_kept_part_of_a_model_fills_the_page_cache_only_if_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     """Between its tensors are those that windows read."""
-    monkeypatch.setattr(page_cache_fill, "SMALL_BYTES", 0)
+    monkeypatch.setattr(page_cache_fill, "WITHOUT_BACKEND_BYTES", 0)
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "head_dim": 64}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = transformers.Qwen3MoeConfig(vocab_size=4000, **sizes, **layers)

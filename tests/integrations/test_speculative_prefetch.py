@@ -25,7 +25,7 @@ from gdsload.readahead.prefetch import prefetches
 @pytest.fixture
 def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint that is not in the page cache, and a head start that takes small ones too."""
-    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
+    monkeypatch.setattr(speculative_prefetch, "LEAST_PREFETCH_BYTES", 0)
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
     for file in copy.glob("*.safetensors"):
         if page_cache.evict(file):
@@ -108,7 +108,7 @@ def test_model_claims_the_prefetch_and_parses_each_header_once(
 @pytest.fixture
 def larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cold checkpoint of 40 MB: its headers bring little of it into the page cache."""
-    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
+    monkeypatch.setattr(speculative_prefetch, "LEAST_PREFETCH_BYTES", 0)
     small = {"num_hidden_layers": 20, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
     config = transformers.LlamaConfig(**small, **sizes, dtype="bfloat16")
@@ -188,7 +188,7 @@ def test_small_or_missing_models_are_not_prefetched(
     cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not is_prefetched(tmp_path / "nothing", dtype="auto")
-    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 1 << 30)
+    monkeypatch.setattr(speculative_prefetch, "LEAST_PREFETCH_BYTES", 1 << 30)
     assert not is_prefetched(cold, dtype="auto")
 
 

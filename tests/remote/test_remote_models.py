@@ -180,7 +180,7 @@ def test_dtype_auto_without_dtype_in_the_config_reads_the_header(server: ObjectS
 def test_first_layers_are_prefetched(
     server: ObjectServer, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
+    monkeypatch.setattr(speculative_prefetch, "LEAST_PREFETCH_BYTES", 0)
     require_same(gdsload.from_pretrained(server.url("s3", "model")), tiny_checkpoint)
     assert any(span.track == "head start" for span in gdsload.last_report().spans)
 
@@ -188,7 +188,7 @@ def test_first_layers_are_prefetched(
 def test_config_of_a_model_is_loaded_without_its_weights(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
+    monkeypatch.setattr(speculative_prefetch, "LEAST_PREFETCH_BYTES", 0)
     config = gdsload.from_pretrained(server.url("s3", "model"), cls=transformers.AutoConfig)
     assert config.architectures
     assert not any(span.track == "head start" for span in gdsload.last_report().spans)
@@ -208,7 +208,7 @@ def test_config_and_tokenizer_files_are_fetched_and_large_ones_are_not(
 ) -> None:
     from gdsload.integrations.transformers import stand_ins
 
-    monkeypatch.setattr(stand_ins, "SMALL_BYTES", 1 << 20)
+    monkeypatch.setattr(stand_ins, "MOST_COPIED_BYTES", 1 << 20)
     (server.root / "model" / "notes.txt").write_bytes(bytes(2 << 20))
     (server.root / "model" / "pytorch_model.bin").write_bytes(bytes(100))
     with stand_ins.stand_in(server.url("s3", "model"), {}) as top:

@@ -25,7 +25,7 @@ from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.checkpoint.file_io import close_files
 from gdsload.errors import CheckpointError, ReadError
-from gdsload.loading.page_cache_fill import SMALL_BYTES, PageCacheFill
+from gdsload.loading.page_cache_fill import WITHOUT_BACKEND_BYTES, PageCacheFill
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import (
@@ -111,7 +111,9 @@ class ShardAccess:
                     self._unreadable.add(shard)
 
         if cold:
-            self.report.page_cache = f"filled: up to {SMALL_BYTES:,} bytes are read into it"
+            self.report.page_cache = (
+                f"filled: up to {WITHOUT_BACKEND_BYTES:,} bytes are read into it"
+            )
             # In a thread, so that a disk that hangs cannot block Ctrl-C.
             path = shards[cold[0][0]].path
             seconds = self._checkpoint.stall_seconds

@@ -35,7 +35,7 @@ ROOM_SHARE = 1.25
 FILL_SHARE = 0.9
 # Up to this size a cold checkpoint is read into the page cache without a backend: opening one and
 # its threads takes longer (benchmarks/test_micro.py: equal at 2 MB).
-SMALL_BYTES = 2 << 20
+WITHOUT_BACKEND_BYTES = 2 << 20
 # With a read-ahead of less than Linux's default the disk is asked for so little at a time that
 # direct reads are faster: twice with 16 KiB.
 LEAST_READ_AHEAD = 128 << 10
@@ -67,7 +67,7 @@ class PageCacheFill:
         self._past = sorted(PAST_OPTIONS.intersection(settings.options))
         self._total_bytes = sum(shard.size for shard in checkpoint.shards)
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not checkpoint.remote
-        self.small = may_fill and self._total_bytes <= SMALL_BYTES
+        self.small = may_fill and self._total_bytes <= WITHOUT_BACKEND_BYTES
         self._decided: bool | None = None  # None: not yet
         self.lacks_room = False
         self._text = ""  # for the report

@@ -29,7 +29,7 @@ from gdsload.remote.file import LOCAL_CACHE
 from gdsload.report import LoadReport
 
 # At 2 GB/s a smaller model is read in 0.1 s, which is about the time to build it.
-SMALL_BYTES = 256 << 20
+LEAST_PREFETCH_BYTES = 256 << 20
 _LOCATION = ("cache_dir", "revision", "subfolder", "variant")
 # Arguments by which weights come from elsewhere, go elsewhere, or are wanted in part.
 _UNKNOWN = (
@@ -121,14 +121,14 @@ def _open(
         return None
     known = opened_before.get()
     if known is not None:
-        return known if known.total_bytes >= SMALL_BYTES else None
+        return known if known.total_bytes >= LEAST_PREFETCH_BYTES else None
     location = {word: kwargs[word] for word in _LOCATION if kwargs.get(word) is not None}
     try:
         found = locate(source, **location)
         files = [shard.path for shard in found.shards]
         if (
             not _is_loaded(found)
-            or sum(map(os.path.getsize, files)) < SMALL_BYTES
+            or sum(map(os.path.getsize, files)) < LEAST_PREFETCH_BYTES
             or (options.reading.cache == "auto" and any(map(_is_warm, files)))
         ):
             return None

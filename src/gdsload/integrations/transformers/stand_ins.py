@@ -32,7 +32,7 @@ from gdsload.remote.urls import joined, without_secrets
 from gdsload.system.parallel import parallel_map
 
 # A tokenizer may have 30 MB. Larger files are not needed to build a model.
-SMALL_BYTES = 64 << 20
+MOST_COPIED_BYTES = 64 << 20
 _WEIGHTS = (
     ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pt", ".pth",
     ".safetensors",
@@ -194,7 +194,7 @@ class _TooLarge(Exception):
 def _small(source: RemoteDirectory, name: str) -> bytes:
     file = source.open(name)
     try:
-        if file.size > SMALL_BYTES:
+        if file.size > MOST_COPIED_BYTES:
             raise _TooLarge
         return file.read(0, file.size)
     finally:
