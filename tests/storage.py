@@ -30,6 +30,15 @@ def is_full_of(tensors: dict[str, torch.Tensor], value: int) -> bool:
     return len(tensors) == 8 and all(bool((tensor == value).all()) for tensor in tensors.values())
 
 
+def pass_a_tick(path: Path) -> None:
+    """Waits until a change is visible: some kernels use a clock of 4 ms for files."""
+    scratch = path.with_name("scratch")
+    opened = path.stat().st_ctime_ns
+    scratch.touch()
+    while scratch.stat().st_ctime_ns <= opened:
+        scratch.touch()
+
+
 @contextmanager
 def kept_warm(*files: Path, offset: int = 0, length: int = 0) -> Iterator[None]:
     """Keeps these files, or a range of them, in the page cache, also while the machine is short of

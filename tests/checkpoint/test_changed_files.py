@@ -13,12 +13,14 @@ import pytest
 import gdsload
 from gdsload.errors import FileChanged, GdsloadError, ShortRead
 from gdsload.loading import session
-from storage import ENGINES, SMALL, is_full_of, save
+from storage import ENGINES, SMALL, is_full_of, pass_a_tick, save
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return save(tmp_path / "model.safetensors", 1)
+    path = save(tmp_path / "model.safetensors", 1)
+    os.utime(path, (1, 1))  # any change moves it
+    return path
 
 
 @pytest.fixture
@@ -100,6 +102,7 @@ def test_concurrent_writer_gives_one_version_or_an_error(path: Path) -> None:
         turn = 0
         while not stop.is_set():
             turn += 1
+            pass_a_tick(path)
             if turn % 3 == 0:
                 os.truncate(path, 1_500_000)
             if turn % 2:

@@ -36,6 +36,7 @@ from gdsload.errors import (
     StallError,
 )
 from gdsload.system import parallel
+from storage import pass_a_tick
 from threadends import await_most, await_threads
 
 
@@ -498,15 +499,6 @@ def test_shards_replaced_during_open_give_one_version(
         assert data == {"a": b"1111", "b": b"1111", "c": b"2222"}
         with pytest.raises(FileChanged, match="it was deleted or replaced"):
             checkpoint.verify_unchanged()
-
-
-def pass_a_tick(path: Path) -> None:
-    """Waits until a change is visible: some kernels use a clock of 4 ms for files."""
-    scratch = path.with_name("scratch")
-    opened = path.stat().st_ctime_ns
-    scratch.touch()
-    while scratch.stat().st_ctime_ns <= opened:
-        scratch.touch()
 
 
 def grow(path: Path) -> None:

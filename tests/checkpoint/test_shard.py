@@ -23,6 +23,7 @@ from gdsload.checkpoint.shard import close_shards, quiesce_shards
 from gdsload.errors import CheckpointError, FileChanged
 from gdsload.system.cancellation import CancelToken, LoadCancelled
 from seccomp import REFUSE, skip_if_allowed
+from storage import pass_a_tick
 
 PATIENCE_SECONDS = 120.0
 
@@ -142,6 +143,7 @@ def test_change_of_an_open_file_is_named(
 ) -> None:
     shard = opened(path)
     shard.verify_unchanged()
+    pass_a_tick(path)
     change(path)
     with pytest.raises(FileChanged) as caught:
         shard.verify_unchanged()
