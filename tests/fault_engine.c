@@ -99,6 +99,10 @@ static int fault_open(
     void **engine, void *context, int depth, const struct buffer *b, int count) {
     (void)context, (void)b, (void)count;
     pthread_mutex_lock(&lock);
+    if (script.open_hangs) {
+        counted.hung++;
+        pthread_cond_broadcast(&news);
+    }
     while (script.open_hangs && !let_go) pthread_cond_wait(&news, &lock);
     pthread_mutex_unlock(&lock);
     if (script.open_errno) return (int)-script.open_errno;
@@ -222,7 +226,8 @@ void fault_let_go(int count) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Waits until so many reads hang, or all engines are closed (hung < 0); 0 at the end of the time. */
+/* Waits until so many reads or openings hang, or all engines are closed (hung < 0); 0 at the end
+ * of the time. */
 int fault_wait(int64_t hung, int64_t wait_ns) {
     struct timespec at;
     int there, late = 0;
