@@ -10,10 +10,18 @@ from typing import Any
 import torch
 
 from gdsload._native.cuda import Device
+from gdsload.backends.posix.engines import DEVICE_ENGINES, first_working
 from gdsload.system import gpu
 
 BACKENDS: list[tuple[str, dict[str, Any]]] = [
-    ("posix", {"engine": "uring", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
+    (
+        "posix",
+        {
+            "engine": first_working(DEVICE_ENGINES, {}),
+            "ring_bytes": 1 << 20,
+            "request_bytes": 64 << 10,
+        },
+    ),
     ("posix", {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
     ("gds_mt", {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
     ("gds", {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}),

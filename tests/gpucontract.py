@@ -12,6 +12,7 @@ import pytest
 import gpudoubles
 from contract import BackendContract
 from gdsload.backends import VRAM, Backend, Memory
+from gdsload.backends.posix import engines
 from gdsload.system import gpu
 from gpudoubles import Doubles
 
@@ -39,6 +40,10 @@ class GpuContract(BackendContract):
             yield doubles
 
     def make(self) -> Backend:
+        if engine := self.options.get("engine"):
+            support = engines.try_engine(engine)
+            if not support.usable:
+                pytest.skip(f"engine {engine}: {support}")
         return self.kind(**self.options)
 
     def take(self, length: int) -> Memory:

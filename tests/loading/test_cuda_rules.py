@@ -27,11 +27,12 @@ from gdsload.report import LoadReport
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import KINDS, SMALL, Load, settle
+from storage import ENGINES
 
 NOT_PERMITTED = 800
 
 
-@pytest.mark.parametrize("engine", ["uring", "threads"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_ring_whose_memory_cannot_be_pinned_is_allocated_by_the_driver(
     doubles: Doubles, file: OpenFile, engine: str
 ) -> None:

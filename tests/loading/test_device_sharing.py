@@ -35,6 +35,7 @@ from gdsload.system.storage import Storage
 from gpucontract import DeviceMemory
 from gpudoubles import CODE, HANG, Doubles
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
+from storage import ENGINES
 
 
 def test_second_load_pins_nothing(doubles: Doubles, file: OpenFile) -> None:
@@ -420,7 +421,7 @@ def test_load_after_a_fork_raises_backend_unavailable(
     assert "pip install" not in said
 
 
-@pytest.mark.parametrize("engine", ["uring", "threads"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_fork_wipes_ring_in_child_and_leaves_it_in_parent(
     engine: str, doubles: Doubles, file: OpenFile
 ) -> None:

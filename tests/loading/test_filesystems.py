@@ -24,7 +24,7 @@ from descriptors import none_left
 from gdsload.cli import measuring
 from gdsload.errors import FileChanged, ReadError
 from gdsload.memory import page_cache
-from storage import kept_warm, python, save
+from storage import ENGINES, kept_warm, python, save
 
 mounts, records = measuring.program("mounts"), measuring.program("records")
 NAME = "model.safetensors"
@@ -121,7 +121,7 @@ def test_fuse_without_direct_io_is_read_through_the_page_cache(
     assert report.depth >= 256
 
 
-@pytest.mark.parametrize("engine", ["uring", "linuxaio", "threads"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("cache", ["direct", "buffered"])
 def test_each_engine_reads_fuse(mounted: Mounted, checked: Any, engine: str, cache: str) -> None:
     path = mounted("fuse", latency_us=500, max_read=128 << 10)
