@@ -15,6 +15,9 @@ endif
 # order of name: few tests do not mean a short time.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 
+# /tmp may be memory, where no file is ever cold and large ones do not fit.
+export TMPDIR ?= /var/tmp
+
 # Without bytecode each process of the tests would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -78,6 +78,7 @@ def test_arguments_unknown_model_lists_known_ones(words: list[str], tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("disk")
 def test_cold_without_any_arm_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "x.json"
     result = cold(tiny_checkpoint, "--arms", "instanttensor", "--output", output)

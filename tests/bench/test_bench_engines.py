@@ -57,7 +57,7 @@ def test_engines_arms_have_only_applicable_settings() -> None:
     ]
 
 
-@pytest.mark.usefixtures("no_processes")
+@pytest.mark.usefixtures("no_processes", "disk")
 def test_engines_table_has_each_combination(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "engines.json"
     answer = run(
@@ -108,7 +108,7 @@ def test_engines_unusable_backend_is_left_out_with_reason(
     assert {"gdsload:backend=gds", "gdsload:backend=gds_mt"} <= {arm.label for arm in arms}
 
 
-@pytest.mark.usefixtures("no_processes")
+@pytest.mark.usefixtures("no_processes", "disk")
 def test_tune_result_is_used_by_cold(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +134,7 @@ def test_tune_result_is_used_by_cold(
     assert {arm.label for arm in arms} == {"gdsload", kept["best"]["gdsload"]}
 
 
+@pytest.mark.usefixtures("disk")
 @pytest.mark.parametrize("kept", ["", "[]", '{"best": 3}', '{"best": {"gdsload": "nonsense"}}'])
 def test_tune_invalid_settings_are_refused(
     kept: str, tiny_checkpoint: Path, tmp_path: Path

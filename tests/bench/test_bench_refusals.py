@@ -31,6 +31,7 @@ def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
+@pytest.mark.usefixtures("disk")
 @pytest.mark.parametrize("command", ["cold", "io", "start"])
 def test_file_of_other_user_is_refused(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,6 +70,7 @@ def test_sparse_file_refusal_names_holes(tmp_path: Path) -> None:
     assert str(one.objection(short)).endswith("the rest are holes, or it is compressed")
 
 
+@pytest.mark.usefixtures("disk")
 @pytest.mark.parametrize(
     ("device", "own", "why"),
     [
@@ -124,6 +126,7 @@ def test_result_name_with_slash_is_refused(name: str) -> None:
     assert "is no name" in answer.stderr
 
 
+@pytest.mark.usefixtures("disk")
 def test_sweep_batch_above_queue_depth_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

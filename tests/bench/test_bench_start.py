@@ -33,7 +33,7 @@ def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path: Path, disk: None) -> Path:
     checkpoints.write("tiny", tmp_path / "tiny")
     return tmp_path / "tiny"
 
@@ -48,6 +48,7 @@ def fake_child(arm: str, source: Path, bytecode: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("disk")
 def test_start_child_reports_its_marks(tmp_path: Path) -> None:
     tensors = {"w": torch.zeros(1 << 20)}  # smaller ones are mapped without a read
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")

@@ -117,6 +117,7 @@ def test_source_missing_or_ambiguous_is_refused(words: list[str], tmp_path: Path
 # --- loads --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("disk")
 def test_cold_two_arms_make_a_table(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "cold.json"
     result = run(
@@ -141,6 +142,7 @@ def test_cold_two_arms_make_a_table(tiny_checkpoint: Path, tmp_path: Path) -> No
     assert "no memory touched before" in result.stdout
 
 
+@pytest.mark.usefixtures("disk")
 def test_cold_several_states_make_one_table(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +395,7 @@ print(program("worker").measured(lambda _: found, None, "cpu")[0]["sums"])
 # --- the storage sweep --------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("disk")
 def test_sweep_table_has_nixl_columns(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -910,6 +913,7 @@ def test_rounds_without_the_environment_of_an_arm_are_refused(
     assert "runai: not installed: make bench-deps" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("disk")
 def test_restarts_of_one_file_are_cold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
