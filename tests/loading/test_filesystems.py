@@ -187,27 +187,37 @@ def test_change_that_the_kernel_has_not_heard_of_raises_file_changed(tmp_path: P
             checkpoint.verify_unchanged()
 
 
-def loaded(path: Path) -> None:
-    gdsload.load_file(path, page_cache="drop")
+def loaded(path: Path, cache: str) -> None:
+    gdsload.load_file(path, cache=cache, page_cache="drop")
 
 
-def streamed(path: Path) -> None:
-    for _ in gdsload.stream(path, page_cache="drop", window_bytes=2 << 20):
+def streamed(path: Path, cache: str) -> None:
+    for _ in gdsload.stream(path, cache=cache, page_cache="drop", window_bytes=2 << 20):
         pass
 
 
-def opened(path: Path) -> None:
-    with gdsload.safe_open(path, page_cache="drop") as file:
+def opened(path: Path, cache: str) -> None:
+    with gdsload.safe_open(path, cache=cache, page_cache="drop") as file:
         file.get_tensors()
 
 
+@pytest.mark.parametrize("kind", ["fuse", "disk"])
 @pytest.mark.parametrize("load", [loaded, streamed, opened])
 def test_dropping_load_leaves_what_was_resident_before(
-    mounted: Mounted, load: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    mounted: Mounted,
+    expected: tuple[Path, dict[str, torch.Tensor]],
+    load: Callable[[Path, str], None],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also while the machine is short of memory: the range is locked, and what is dropped is noted,
     because nobody could drop locked pages."""
-    path, advise, dropped = mounted("fuse", no_direct=1), os.posix_fadvise, []
+    is_fuse = kind == "fuse"
+    path = mounted(kind, no_direct=1) if is_fuse else expected[0] / NAME
+    cache = "auto" if is_fuse else "buffered"
+    if page_cache.evict(path):
+        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    advise, dropped = os.posix_fadvise, []
     kept = range(4 << 20, 5 << 20)
 
     def noted(fd: int, offset: int, length: int, advice: int) -> None:
@@ -220,13 +230,24 @@ def test_dropping_load_leaves_what_was_resident_before(
         os.pread(file.fileno(), len(kept), kept.start)
         with kept_warm(path, offset=kept.start, length=len(kept)):
             monkeypatch.setattr(os, "posix_fadvise", noted)
-            load(path)
+            load(path, cache)
     assert dropped and all(end <= kept.start or kept.stop <= first for first, end in dropped)
     # The header was read before the load noted what is resident, with the kernel's read-ahead.
     assert page_cache.resident_bytes(path) < 2 << 20
     dropped.clear()
-    gdsload.load_file(path)
+    gdsload.load_file(path, cache=cache)
     assert dropped == [], "it is kept by default"
+
+
+def test_dropping_load_of_a_file_of_another_user_reports_that_it_drops_nothing(
+    expected: tuple[Path, dict[str, torch.Tensor]], checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "only its owner is told")
+
+    monkeypatch.setattr(page_cache, "resident_bytes", refused)
+    report = checked(expected[0] / NAME, cache="buffered", page_cache="drop")
+    assert report.refusals == {f"page_cache='drop' on {NAME}": "only its owner is told"}
 
 
 CGROUP_LOAD = """
