@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 import transformers
 
 import equal
+import faulty
 import gdsload
 import tinymodels
 from gdsload.integrations.transformers import hooks
@@ -26,8 +28,12 @@ from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.loading.batch import Batch
+from gdsload.memory.page_cache import evict
 from threadends import await_most
 from windows import small_windows
+
+PATIENCE_SECONDS = 120.0
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +116,39 @@ def test_interrupted_load_releases_everything(
     if calls:
         assert gdsload.last_report() is not None
     stock, ours = equal.both(mixture)
+    equal.require_same(stock, ours)
+
+
+@pytest.mark.parametrize("page_cache", ["auto", "keep"])
+def test_ctrl_c_while_storage_hangs_ends_the_load(
+    page_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, waits = Batch.pause, threading.Event()
+
+    def pause(*facts: Any) -> None:
+        waits.set()
+        real(*facts)
+
+    def press() -> None:
+        faults.wait_hung()
+        if waits.wait(PATIENCE_SECONDS):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    if evict(tmp_path / "model.safetensors"):
+        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    with monkeypatch.context() as patch, faulty.installed(patch) as faults:
+        faults.script(faulty.rule(faulty.HANG, times=faulty.FOR_EVER))
+        patch.setattr(Batch, "pause", pause)
+        key = threading.Thread(target=press)
+        key.start()
+        with pytest.raises(KeyboardInterrupt):
+            gdsload.from_pretrained(tmp_path, page_cache=page_cache)
+        key.join()
+    assert gdsload.last_report().read_bytes == 0
+    stock, ours = equal.both(tmp_path)
     equal.require_same(stock, ours)
 
 
