@@ -21,9 +21,11 @@ import torch
 
 import gdsload
 from descriptors import none_left
+from gdsload.checkpoint import Shard, checkpoint as checkpoint_module
 from gdsload.cli import measuring
 from gdsload.errors import FileChanged, ReadError
 from gdsload.memory import page_cache
+from gdsload.system.storage import DEPTH
 from storage import ENGINES, kept_warm, python, save
 
 mounts, records = measuring.program("mounts"), measuring.program("records")
@@ -248,6 +250,16 @@ def test_dropping_load_of_a_file_of_another_user_reports_that_it_drops_nothing(
     monkeypatch.setattr(page_cache, "resident_bytes", refused)
     report = checked(expected[0] / NAME, cache="buffered", page_cache="drop")
     assert report.refusals == {f"page_cache='drop' on {NAME}": "only its owner is told"}
+
+
+def test_depth_of_distant_storage_follows_its_fastest_first_read(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = property(lambda shard: 0.06 if "00001" in shard.name else 0.04, lambda *_: None)
+    monkeypatch.setattr(Shard, "first_read_seconds", seconds, raising=False)
+    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "nfs4")
+    gdsload.load_file(tiny_checkpoint, cache="buffered")
+    assert gdsload.last_report().depth == 2 * DEPTH
 
 
 CGROUP_LOAD = """

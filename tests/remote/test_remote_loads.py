@@ -15,9 +15,11 @@ from safetensors.torch import load_file as reference_load_file, save_file
 import gdsload
 from command import answer, run
 from gdsload import warmup
+from gdsload.checkpoint import Shard
 from gdsload.checkpoint.manifest import MANIFEST_NAME
 from gdsload.errors import BackendUnavailable, CheckpointError, FileChanged, IntegrityError
 from gdsload.remote import object_store
+from gdsload.system.storage import REMOTE_DEPTH
 from gpudoubles import Doubles
 from object_server import ObjectServer
 
@@ -220,6 +222,13 @@ def test_failure_names_file_and_tensor(
         gdsload.ReadError, match=r"s3://bucket/large/model.safetensors.*tensor '[012]'"
     ):
         gdsload.load_file(large)
+
+
+def test_depth_follows_the_fastest_first_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = property(lambda shard: 0.06 if "00001" in shard.name else 0.04, lambda *_: None)
+    monkeypatch.setattr(Shard, "first_read_seconds", seconds, raising=False)
+    gdsload.load_file(url)
+    assert gdsload.last_report().depth == 2 * REMOTE_DEPTH
 
 
 @pytest.mark.parametrize("cache", ["direct", "buffered"])
