@@ -11,9 +11,11 @@ import pytest
 import safetensors
 import torch
 import transformers
+from transformers.integrations import deepspeed
 
 import gdsload
 from gdsload.checkpoint import checkpoint as checkpoint_module
+from gdsload.checkpoint.header import header_bytes
 from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.loading.settings import ReadSettings
@@ -189,6 +191,42 @@ def test_small_or_missing_models_are_not_prefetched(
 ) -> None:
     assert not is_prefetched(tmp_path / "nothing", dtype="auto")
     monkeypatch.setattr(speculative_prefetch, "LEAST_PREFETCH_BYTES", 1 << 30)
+    assert not is_prefetched(cold, dtype="auto")
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(256 << 20, True), (255 << 20, False)])
+def test_head_start_is_for_at_least_256_mib(tmp_path: Path, nbytes: int, expected: bool) -> None:
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(header_bytes([("a", "U8", [nbytes], nbytes)]))
+        file.truncate(file.tell() + nbytes)
+    assert is_prefetched(tmp_path, dtype="auto") is expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(ReadSettings(cache="direct", verify="checksum")),
+        Options(ReadSettings(cache="direct"), group=object()),
+    ],
+    ids=["verify", "group"],
+)
+def test_weights_that_are_compared_or_read_by_several_ranks_are_not_prefetched(
+    cold: Path, options: Options
+) -> None:
+    assert is_prefetched(cold, dtype="auto")
+    assert speculative_prefetch._open(cold, options, {"dtype": "auto"}) is None
+
+
+def test_weights_that_fsdp_or_zero_3_distribute_are_not_prefetched(
+    cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        assert is_prefetched(cold, dtype="auto"), "each rank loads"
+        patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "1")
+        assert not is_prefetched(cold, dtype="auto")
+    assert is_prefetched(cold, dtype="auto")
+    monkeypatch.setattr(deepspeed, "is_deepspeed_zero3_enabled", lambda: True)
     assert not is_prefetched(cold, dtype="auto")
 
 
