@@ -17,7 +17,7 @@ import torch
 
 import gdsload
 from gdsload._native.first_touch import MODES
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, PlacementError, ReadError
 from gdsload.loading import page_cache_fill, session as session_module
 from gdsload.loading.batch import Batch
@@ -259,6 +259,21 @@ def test_prefetch_that_has_no_room_in_memory_is_refused_and_its_load_maps(
         got = gdsload.load_file(path)
     assert gdsload.last_report().paths == {"mapped": 10_000_000}
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
+@pytest.mark.parametrize("words", [{}, {"page_cache": "fill"}], ids=str)
+def test_network_storage_is_read_past_the_page_cache(
+    path: Path, words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = path.with_name("small.safetensors")
+    safetensors.torch.save_file({"w": torch.ones(1 << 18)}, small)
+    page_cache.evict(small)
+    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "nfs4")
+    for file in (path, small):
+        gdsload.load_file(file, **words)
+        assert io_modes(gdsload.last_report()) <= {"direct", "direct bounced"}
+        assert page_cache.resident_bytes(file) < file.stat().st_size // 2
+    assert gdsload.last_report().page_cache == "not filled: the files are on nfs4"
 
 
 def test_fuse_on_a_disk_is_read_past_the_page_cache(

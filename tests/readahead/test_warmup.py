@@ -17,6 +17,7 @@ import gdsload
 from command import answer, process, run
 from gated import Gate, gated
 from gdsload import warmup
+from gdsload.checkpoint import checkpoint as checkpoint_module
 from gdsload.cli.run_script import from_words
 from gdsload.errors import CheckpointNotFound, PlacementError
 from gdsload.memory import page_cache
@@ -223,7 +224,11 @@ def test_a_script_starts_with_its_weights_on_their_way(
     assert (ran.returncode, ran.stdout) == (0, "--model x\n"), ran.stderr
 
 
-def test_the_command_fills_the_page_cache(checkpoint: Path) -> None:
+@pytest.mark.parametrize("filesystem", ["", "nfs4"])
+def test_the_command_fills_the_page_cache(
+    checkpoint: Path, filesystem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: filesystem)
     files = sorted(checkpoint.glob("*.safetensors"))
     if any(page_cache.evict(file) for file in files):
         pytest.skip("this filesystem keeps its pages")
