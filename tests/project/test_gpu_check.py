@@ -127,17 +127,14 @@ def test_gpu_check_failing_backend_misses_its_claim(libraries: Path, tmp_path: P
     assert "its process ends cleanly | missed |" in summary
 
 
-@pytest.mark.parametrize("code", [5027, 5030])
-def test_gpu_check_file_that_cufile_refuses_is_no_failure(
-    code: int, libraries: Path, tmp_path: Path
-) -> None:
+def test_gpu_check_files_that_cufile_refuses_miss_no_claim(libraries: Path, tmp_path: Path) -> None:
     """As on overlayfs, with libcufile 1.15 and older."""
     _, verdicts, summary = run(
         libraries,
         tmp_path,
         *ONLY,
         "cufile",
-        GPU_DOUBLE_FAULT=f"cuFileHandleRegister:{CODE}:{code}",
+        GPU_DOUBLE_FAULT=f"cuFileHandleRegister:{CODE}:5030",
     )
     assert verdicts["cufile: gds_mt, odd sizes"].startswith("refused: ")
     assert "its process ends cleanly | met |" in summary
@@ -270,6 +267,14 @@ def test_gpu_check_bad_row_of_each_backend_misses_a_claim(
         rows = [{"section": "exact", "name": name, "verdict": verdict}]
         missed = [claim for claim in script.CLAIMS if claim.decide(rows)[0] == script.MISSED]
         assert missed, name
+
+
+@pytest.mark.parametrize("code", [5008, 5027, 5030])
+def test_gpu_check_file_that_cufile_refuses_is_no_failure(code: int, script: ModuleType) -> None:
+    def register() -> dict[str, Any]:
+        raise CuFileError("m: cuFile refused", code=code, path="m")
+
+    assert script.tried("file", register)["verdict"] == "refused: m: cuFile refused"
 
 
 def test_gpu_check_read_that_cufile_fails_is_a_failure(script: ModuleType) -> None:
