@@ -11,7 +11,7 @@ import pytest
 from benchmarks import injector
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 600  # the sample takes one to two minutes; a machine may be busy
+LIMIT_SECONDS = 600  # the sample takes some twenty; a machine may be busy
 
 
 @pytest.mark.slow
