@@ -105,14 +105,22 @@ def cachestat(int fd, uint64_t offset, uint64_t length):
     return found.nr_cache
 
 
-cdef bint counts_untouched(uint64_t page) noexcept nogil:
-    """Whether mincore counts a page that nobody can have touched."""
+cdef int untouched_count = -1    # the answer of `counts_untouched`; -1: it was not asked
+
+
+cdef int counts_untouched(uint64_t page) noexcept nogil:
+    """Whether mincore counts a page that nobody can have touched. The kernel is asked once."""
+    global untouched_count
     cdef unsigned char vec = 0
-    cdef void *mapped = mmap(NULL, page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-    if mapped != MAP_FAILED:
+    cdef void *mapped
+    if untouched_count < 0:
+        mapped = mmap(NULL, page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        if mapped == MAP_FAILED:
+            return 0
         mincore(mapped, page, &vec)
         munmap(mapped, page)
-    return vec & 1
+        untouched_count = vec & 1
+    return untouched_count
 
 
 def mincore_pages(int fd, uint64_t offset, uint64_t length):
