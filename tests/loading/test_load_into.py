@@ -26,20 +26,21 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
-from gdsload.loading import batch, destinations, device_batch, window_writer
+from gdsload.loading import batch, destinations, device_batch
 from gdsload.loading.batch import Batch
 from gdsload.loading.into import TargetBatch
 from gdsload.loading.window_writer import WindowWriter
 from gpudoubles import ERRNO, Doubles
+from windows import small_windows
 
 Tensors = dict[str, torch.Tensor]
 SMALL = 20_000  # bytes of a window: tensors are split, and several windows are in flight
 
 
 @pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_writer, "WINDOW_BYTES", SMALL)
-    monkeypatch.setattr(window_writer, "AHEAD_BYTES", 2 * SMALL)
+def windows_of_this_file() -> Iterator[None]:
+    with small_windows(SMALL, 2 * SMALL):
+        yield
 
 
 @pytest.fixture(scope="module")
