@@ -18,10 +18,12 @@ installed, or a checkout.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -1143,17 +1145,17 @@ def cufile(context: Context) -> Iterator[Row | Check]:
 OURS = "gdsload"
 # Of a checkpoint of which each load takes seconds.
 WARM_LARGE = (
-    OURS, "pinned", "safetensors-mmap", "fastsafetensors:nogds=1,FASTSAFETENSORS_ODIRECT=0",
+    OURS, "pinned", "safetensors-mmap", "safetensors-prefetch",
+    "fastsafetensors:nogds=1,FASTSAFETENSORS_ODIRECT=0",
     "instanttensor:INSTANTTENSOR_BACKEND=BUFFERED",
 )  # fmt: skip
 WARM = (
-    *WARM_LARGE, "safetensors-prefetch", "runai",
-    "gdsload:engine=threads", "gdsload:request_bytes=1048576", "gdsload:request_bytes=2097152",
-    "gdsload:request_bytes=8388608",
+    *WARM_LARGE, "runai", "gdsload:engine=uring", "gdsload:request_bytes=1048576",
+    "gdsload:request_bytes=4194304,ring_bytes=268435456",
 )  # fmt: skip
 COLD = (
     OURS, "safetensors-mmap", "safetensors-prefetch", "runai", "fastsafetensors:nogds=1",
-    "instanttensor", "gdsload:cache=direct,fixed_buffers=never", "gdsload:engine=threads",
+    "instanttensor", "gdsload:engine=uring",
 )  # fmt: skip
 LARGE_BYTES = 4 << 30
 LARGE_SECONDS = 150.0  # to write and load 15 GB
@@ -1169,7 +1171,8 @@ def bench(name: str) -> Any:
 
 
 class ArmProcess:
-    """One loader in a process of its own that loads as often as it is asked to."""
+    """One loader in a process of its own that loads as often as it is asked to. The first question
+    is answered when the loader is imported, and not a load."""
 
     def __init__(self, context: Context, label: str) -> None:
         arm = bench("arms").parse(label)
@@ -1196,7 +1199,7 @@ class ArmProcess:
         )
 
     def ask(self, source: Path, seconds: float) -> Row:
-        """One load. Raises OSError with the reason why it failed."""
+        """One answer. Raises OSError with the reason why it failed."""
         assert self.process.stdin is not None and self.process.stdout is not None
         timer = threading.Timer(max(seconds, 1.0), self.process.kill)
         timer.start()
@@ -1233,12 +1236,20 @@ def arm(job: Row, gpu: Gpu) -> None:
             if opened is None:
                 wanted = loaded.Wanted(source, job["settings"], job["device"])
                 opened = arms.KINDS[job["kind"]].open(wanted)
-            facts, found = worker.measured(opened.load, source, job["device"])
-            del found
-            if gpu.is_real:
-                gpu.empty_cache()
-            text = json.dumps(sorted(facts.pop("sums").items()))
-            facts["digest"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+                facts = {}
+            else:
+                facts, found = worker.measured(opened.load, source, job["device"])
+                keep = found.keep if isinstance(found.keep, tuple) else ()
+                del found
+                for each in keep:  # fastsafetensors gives memory back only then
+                    if hasattr(each, "close"):
+                        each.close()
+                del keep
+                gc.collect()
+                if gpu.is_real:
+                    gpu.empty_cache()
+                text = json.dumps(sorted(facts.pop("sums").items()))
+                facts["digest"] = hashlib.sha256(text.encode()).hexdigest()[:16]
             print(json.dumps(facts), file=out, flush=True)
         except Exception as error:
             traceback.print_exc()
@@ -1261,7 +1272,6 @@ def tables(context: Context) -> Iterator[Row]:
         plans = [(context.checkpoint("qwen3-0.6b"), *((0.6, 0.4) if why else (0.3, 0.3)))]
         if not why:
             plans.append((context.work / "qwen2.5-7b", 0.4, 0.0))
-    processes: dict[str, ArmProcess] = {}
     with cudart_on_path(context):
         began, budget, used = time.monotonic(), context.left - 5, 0.0
         for source, *shares in plans:
@@ -1270,10 +1280,7 @@ def tables(context: Context) -> Iterator[Row]:
             for warm, share in zip((True, False), shares, strict=True):
                 used += share
                 if share:
-                    ends = began + budget * min(used, 1.0)
-                    yield from rounds(context, source, warm, ends, processes)
-    for process in processes.values():
-        process.close()
+                    yield from rounds(context, source, warm, began + budget * min(used, 1.0))
 
 
 def no_room(context: Context, nbytes: int) -> str:
@@ -1310,14 +1317,9 @@ def cudart_on_path(context: Context) -> Iterator[None]:
     yield
 
 
-def rounds(
-    context: Context,
-    source: Path,
-    warm: bool,
-    ends: float,
-    processes: dict[str, ArmProcess],
-) -> Iterator[Row]:
-    """Loads in turn until `ends`; a loader that fails is left out of the rest of a table."""
+def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[Row]:
+    """Loads in turn until `ends`; a loader that fails is left out of the rest of a table. Its
+    processes hold memory of the device, and end with the table."""
     conditions = bench("judge").Conditions(source, warm, device=context.gpu.host_device)
     large = conditions.file_bytes > LARGE_BYTES
     labels: Sequence[str] = (WARM_LARGE if large else WARM) if warm else COLD
@@ -1326,12 +1328,12 @@ def rounds(
     arm_seconds = LARGE_ARM_SECONDS if large else ARM_SECONDS
     table, digests = f"{'warm' if warm else 'cold'} {source.name}", set()
     longest: dict[str, float] = {}
-    for label in labels:
-        if label not in processes:
-            processes[label] = ArmProcess(context, label)
-    known, number = {label: processes[label] for label in labels}, 0
+    known, number = {label: ArmProcess(context, label) for label in labels}, 0
+    for label in labels:  # all are ready before the first load
+        with suppress(OSError):  # the load will tell
+            known[label].ask(source, min(arm_seconds, context.left - 2))
     while known and time.monotonic() < ends:
-        for label in list(known):
+        for label in turned(list(known), number):
             # The first round runs in any case, while there is time for the summary.
             last = ends if number else context.ends - 3
             if time.monotonic() + longest.get(label, 0) > last:
@@ -1353,8 +1355,7 @@ def rounds(
                 row |= known[label].ask(source, min(arm_seconds, context.left - 2))
             except OSError as error:
                 row["verdict"] = f"refused: {error}"
-                del known[label]
-                processes.pop(label).close()
+                known.pop(label).close()
             if row["verdict"] == "ok" and row["resident_before_bytes"] != (
                 conditions.file_bytes if warm else 0
             ):
@@ -1373,6 +1374,14 @@ def rounds(
             break
         if context.small and number == 2:
             break
+    for process in known.values():
+        process.close()
+
+
+def turned(labels: list[str], number: int) -> list[str]:
+    """The loaders in another order each round: what one does to the machine, another one meets."""
+    first = number % len(labels)
+    return labels[first:] + labels[:first]
 
 
 # ---- facts ---------------------------------------------------------------------------------------
@@ -1588,12 +1597,12 @@ def reused_memory(rows: list[Row]) -> tuple[str, str]:
 
 def one_copy_thread(rows: list[Row]) -> tuple[str, str]:
     for row in rows:
-        rate = row.get("4096 KiB, 1 streams, GB/s")
+        rate = row.get("2048 KiB, 1 streams, GB/s")
         if row["name"] == "host to device: registered-huge" and rate is not None:
             best = max(value for name, value in row.items() if name.endswith("1 streams, GB/s"))
             words = f"{rate:.1f} of {best:.1f} GB/s"
-            return (MET if rate >= 0.95 * best else MISSED), words
-    return NOT_MEASURED, "no copies of 4 MiB"
+            return (MET if rate >= 0.9 * best else MISSED), words
+    return NOT_MEASURED, "no copies of 2 MiB"
 
 
 CLAIMS = (
@@ -1617,7 +1626,7 @@ CLAIMS = (
     Claim("from_pretrained is no slower than transformers, warm", faster_models),
     Claim("cuFile is refused with a reason or exact, and its process ends cleanly",
           all_good("cufile", "exact", names="gds|library|udev|end|rest")),
-    Claim("copies of 4 MiB on one stream reach 0.95 of the rate of the best size", one_copy_thread),
+    Claim("copies of a slot on one stream reach 0.9 of the rate of the best size", one_copy_thread),
     Claim("warm: 0.9 of the rate of pinned memory", share_of_pinned),
     Claim("warm: no other loader is faster", fastest("warm")),
     Claim("cold: no other loader is faster", fastest("cold")),
@@ -1839,6 +1848,8 @@ def unpack_wheels(out: Path) -> None:
             opened.extractall(site)
         for library in (*site.glob("*.data/purelib"), *site.glob("*.data/platlib")):
             shutil.copytree(library, site, dirs_exist_ok=True)
+    for site in out.glob("site-*"):  # as an installation does
+        compileall.compile_dir(site, quiet=2, workers=0)
 
 
 def child_environment(out: Path) -> None:
@@ -1847,6 +1858,7 @@ def child_environment(out: Path) -> None:
         unpack_wheels(out)
         path = [str(out / "site-ours"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile what it imports
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["PYTHONUNBUFFERED"] = "1"
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from gdsload._native.cuda import Device
-from gdsload.backends.posix.engines import DEVICE_ENGINES, first_working
+from gdsload.backends.posix.engines import ENGINES, first_working
 from gdsload.system import gpu
 
 BACKENDS: list[tuple[str, dict[str, Any]]] = [
     (
         "posix",
         {
-            "engine": first_working(DEVICE_ENGINES, {}),
+            "engine": first_working(ENGINES, {}),
             "ring_bytes": 1 << 20,
             "request_bytes": 64 << 10,
         },
@@ -99,6 +99,12 @@ class TorchStream:
         self.waited += 1
 
 
+def memory_stats(reserved: int, allocated: int) -> dict[str, Any]:
+    """What torch tells of the bytes of its allocator."""
+    held = {"reserved_bytes": reserved, "allocated_bytes": allocated}
+    return {name: {"all": {"current": nbytes}} for name, nbytes in held.items()}
+
+
 class TorchCuda:
     """The functions of `torch.cuda` that a load calls, in a process that uses CUDA."""
 
@@ -111,10 +117,8 @@ class TorchCuda:
     def current_stream(self, device: str) -> TorchStream:
         return self.stream
 
-    def memory_reserved(self, ordinal: int) -> int:
-        return 0
-
-    memory_allocated = memory_reserved
+    def memory_stats_as_nested_dict(self, ordinal: int) -> dict[str, Any]:
+        return memory_stats(0, 0)
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:

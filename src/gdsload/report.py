@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -155,11 +155,31 @@ class LoadReport:
         self.fates: dict[str, int] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self.spans: list[Span] = []
+        self._spans: list[Span] = []
+        self._later: list[Callable[[], Iterable[Span]]] = []
+
+    @property
+    def spans(self) -> list[Span]:
+        """Phases and reads, as time intervals."""
+        while self._later:
+            with suppress(IndexError):  # another thread has taken it
+                self._spans.extend(self._later.pop(0)())
+        return self._spans
+
+    @spans.setter
+    def spans(self, spans: list[Span]) -> None:
+        self._later.clear()
+        self._spans = spans
+
+    def add_later(self, spans: Callable[[], Iterable[Span]]) -> None:
+        """Internal: adds spans that are made when they are asked for. A load of 15 GB has thousands,
+        and few ask."""
+        self._later.append(spans)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has no observers."""
-        return {**self.__dict__, "_on_event": None, "_publisher": None}
+        own = {"_on_event": None, "_publisher": None, "_spans": self.spans, "_later": []}
+        return {**self.__dict__, **own}
 
     def __repr__(self) -> str:
         return f"LoadReport({self.to_dict()})"
@@ -217,7 +237,7 @@ class LoadReport:
         this report has none."""
         devices = self.device.split(",") if self.tensors else []
         self.device = ",".join(dict.fromkeys([*devices, *other.device.split(",")]))
-        fields = {name for name in vars(self) if name[0] != "_"}
+        fields = {"spans"} | {name for name in vars(self) if name[0] != "_"}
         self.merge(other, fields - {"source", "device", "verify"})
         self.verify = other.verify
 
@@ -241,7 +261,7 @@ class LoadReport:
         facts = {
             name: copy(value) if isinstance(value, (dict, list)) else value
             for name, value in vars(self).items()
-            if name != "spans" and name[0] != "_"
+            if name[0] != "_"
         }
         return {**facts, "bytes_per_second": self.rate, "read_ratio": self.read_ratio}
 
@@ -260,9 +280,9 @@ class LoadReport:
         ]
         paths = [f"{path} {size(nbytes)}" for path, nbytes in self.paths.items() if nbytes]
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
-        if self.rate:
-            took = self.reading_seconds
-            lines.append(f"read: {size(self.read_bytes)} in {took:.3f} s, {size(self.rate)}/s")
+        if took := self.reading_seconds:
+            rate = size(self.read_bytes / took)
+            lines.append(f"read: {size(self.read_bytes)} in {took:.3f} s, {rate}/s")
         if self.filesystem:
             lines.append(f"filesystem: {self.filesystem}, {self.depth} reads in flight at most")
         if self.ranks:
@@ -339,7 +359,7 @@ class LoadReport:
         finally:
             end = time.monotonic()
             self.phases[name] = self.phases.get(name, 0.0) + end - start
-            self.spans.append(Span(name, "phases", start, end))
+            self._spans.append(Span(name, "phases", start, end))
             self.publish()
 
     def begin(self) -> None:
@@ -381,10 +401,11 @@ class LoadReport:
                 around.add(self)
             with _lock:
                 _last[:] = [self]
-            first, *others = self.summary().splitlines()
-            _log.info("%s", first)
-            for line in others:
-                _log.debug("%s", line)
+            if _log.isEnabledFor(logging.INFO):
+                first, *others = self.summary().splitlines()
+                _log.info("%s", first)
+                for line in others:
+                    _log.debug("%s", line)
             self.end()
 
 

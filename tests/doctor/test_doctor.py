@@ -99,7 +99,7 @@ def test_long_names_do_not_widen_the_column_of_names() -> None:
     [
         (8 << 20, "0000000000000000", "partly"),
         (8 << 20, "0000000000004000", "yes"),
-        (128 << 20, "0000000000000000", "partly"),  # smaller than a staging ring
+        (32 << 20, "0000000000000000", "partly"),  # smaller than a staging ring
         (1 << 30, "0000000000000000", "yes"),
         (resource.RLIM_INFINITY, "0000000000000000", "yes"),
     ],

@@ -17,7 +17,15 @@ import torch
 
 import gdsload
 import gpudoubles
-from devicetensors import BACKENDS, Allocator, Block, TorchCuda, device_tensor, raw
+from devicetensors import (
+    BACKENDS,
+    Allocator,
+    Block,
+    TorchCuda,
+    device_tensor,
+    memory_stats,
+    raw,
+)
 from gdsload import safetensors_file
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import host_copies
@@ -339,11 +347,8 @@ def test_memory_that_late_copies_used_makes_room_for_a_load(
     """The memory of an interrupted load is the one that its repetition needs."""
 
     class FullCuda(TorchCuda):
-        def memory_reserved(self, ordinal: int) -> int:
-            return 1 << 30
-
-        def memory_allocated(self, ordinal: int) -> int:
-            return 1 << 30 if late_copies.owners() else 0
+        def memory_stats_as_nested_dict(self, ordinal: int) -> dict[str, Any]:
+            return memory_stats(1 << 30, 1 << 30 if late_copies.owners() else 0)
 
     monkeypatch.setattr(device_batch, "_torch_cuda", FullCuda)
     monkeypatch.setattr(device_batch, "FIRST_BYTES", 1)

@@ -30,7 +30,7 @@ from gdsload.backends.base import (
     Support,
     require_own_process,
 )
-from gdsload.backends.posix.backend import REQUEST_BYTES as SLOT_BYTES, RING_BYTES
+from gdsload.backends.posix.backend import MOST_RING_BYTES, REQUEST_BYTES as SLOT_BYTES
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable, ReadError, RemoteError
 from gdsload.memory import DRAM, VRAM
@@ -73,7 +73,7 @@ class RemoteBackend(PumpBackend):
         return (
             Option("request_bytes", REMOTE_REQUEST_BYTES, "bytes of one request, at most"),
             Option("depth", REMOTE_DEPTH, "requests in flight"),
-            Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
+            Option("ring_bytes", MOST_RING_BYTES, "bytes of pinned DRAM on the way to a device"),
         )
 
     @classmethod

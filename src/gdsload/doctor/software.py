@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 from gdsload.backends import DRAM, registry
-from gdsload.backends.posix.engines import DEVICE_ENGINES, ENGINES, try_engine
+from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 
 
@@ -43,15 +43,10 @@ def engine(name: str) -> Finding:
     """Whether an engine of the posix backend opens and reads a byte."""
     answer = try_engine(name)
     if answer.usable:
-        return Finding(f"engine {name}", YES, f"opens and reads{_FIRST_CHOICE.get(name, '')}")
+        choice = "; first choice" if name == ENGINES[0] else ""
+        return Finding(f"engine {name}", YES, f"opens and reads{choice}")
     hint = answer.hint or "a load uses the next engine that works"
     return Finding(f"engine {name}", NO, "; ".join(answer.reasons), hint)
-
-
-_FIRST_CHOICE = {
-    ENGINES[0]: "; first choice into DRAM",
-    DEVICE_ENGINES[0]: "; first choice into the VRAM of a GPU",
-}
 
 
 def backends() -> list[Finding]:

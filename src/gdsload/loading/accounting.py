@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from gdsload.backends import Backend
 from gdsload.backends.base import RequestFacts
 from gdsload.checkpoint import Checkpoint
-from gdsload.planning.read_plan import ReadPlan
+from gdsload.planning.read_plan import ReadPlan, Transfer
 from gdsload.remote.file import LOCAL_CACHE
 from gdsload.report import LoadReport, Span
+from gdsload.system.gc_control import collector_paused
 
 
 def record_backend(report: LoadReport, backend: Backend, before: Mapping[str, int]) -> None:
@@ -26,6 +28,7 @@ def record_backend(report: LoadReport, backend: Backend, before: Mapping[str, in
     report.publish()
 
 
+@collector_paused()
 def record_request(
     report: LoadReport,
     backend: Backend,
@@ -51,12 +54,21 @@ def record_request(
         report.retries += facts.retries
         for shard, why in facts.direct_refusals.items():
             report.refusals[f"direct I/O on {checkpoint.shards[shard].name}"] = why
-        for transfer, (posted, done) in zip(facts.transfers, facts.times, strict=False):
-            if done:
-                name = f"read {transfer.length >> 10} KiB at {transfer.offset}"
-                row = f"requests of {checkpoint.shards[transfer.shard].name}"
-                report.spans.append(Span(name, row, posted * 1e-9, done * 1e-9))
+        if facts.times:
+            names = [shard.name for shard in checkpoint.shards]
+            report.add_later(partial(_spans_of, facts.transfers, facts.times, names))
         count_pages(report, facts.huge_pages, facts.small_pages)
+
+
+def _spans_of(
+    transfers: Sequence[Transfer], times: Sequence[tuple[int, int]], files: Sequence[str]
+) -> Iterator[Span]:
+    """The reads of a request, on a track for each file; `times` are as in `RequestFacts`."""
+    for transfer, (posted, done) in zip(transfers, times, strict=False):
+        if done:
+            name = f"read {transfer.length >> 10} KiB at {transfer.offset}"
+            track = f"requests of {files[transfer.shard]}"
+            yield Span(name, track, posted * 1e-9, done * 1e-9)
 
 
 def count_pages(report: LoadReport, huge: int, small: int) -> None:

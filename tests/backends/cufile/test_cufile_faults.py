@@ -27,7 +27,6 @@ from gdsload.backends.cufile.base import _registrar, own_descriptor
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.backends.posix.engines import DEVICE_ENGINES
 from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError, ReadError
 from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
@@ -289,7 +288,7 @@ def test_missing_thread_to_open_cufile_is_not_final(doubles: Doubles) -> None:
 def test_engine_that_does_not_open_into_vram_is_replaced_by_the_next(
     doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = [each for each in DEVICE_ENGINES if each in ENGINES][:2]
+    first, second = ENGINES[:2]
     opened: list[int] = []
 
     def pump(*facts: Any) -> Pump:

@@ -1,9 +1,7 @@
 """The ``posix`` backend: reads through the kernel, by one of three engines.
 
-Threads read into DRAM, because the thread that reads also touches the fresh memory
-(`_native.first_touch`). Reads into VRAM go through a pinned staging ring, by io_uring where it
-works. If an engine does not work here (see `engines`), the next one is used and the report says
-why.
+Reads into VRAM go through a pinned staging ring. If an engine does not work here (see `engines`),
+the next one is used and the report says why.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from gdsload.backends.base import (
 )
 from gdsload.backends.posix import engines
 from gdsload.backends.posix.engines import (
-    DEVICE_ENGINES,
     ENGINES,
     first_working,
     try_engine,
@@ -42,12 +39,16 @@ if TYPE_CHECKING:
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20
 DEPTH = 16
-# Staging ring in DRAM: room for the reads of two loads at the same time, 2 * DEPTH each. The first
-# load of a process waits until all of it is pinned.
-RING_BYTES = 4 * DEPTH * REQUEST_BYTES
 # Reads in flight into a device, for each of those into DRAM: the device copies from half of the
 # slots while the others are read to.
 RING_READS = 2
+# Of reads into a device, and so the size of a slot. The first load of a process waits until the
+# ring is pinned, and a small one stays in the processor's cache: a ring of 32 slots is as fast as
+# one of 64 slots of 4 MiB (benchmarks/results/gpu-h100.json).
+SLOT_BYTES = 2 << 20
+RING_BYTES = RING_READS * DEPTH * SLOT_BYTES
+# Distant storage has more reads in flight: its ring grows up to this size.
+MOST_RING_BYTES = 256 << 20
 # The largest buffer that io_uring registers.
 LARGEST_BUFFER_BYTES = 1 << 30
 # More reads in flight than any disk needs.
@@ -85,7 +86,9 @@ class PosixBackend(PumpBackend):
         return (
             Option("engine", "auto", f"one of {', '.join(ENGINES)}, or auto: the first that works"),
             Option(
-                "request_bytes", REQUEST_BYTES, "bytes of one read past the page cache, at most"
+                "request_bytes",
+                REQUEST_BYTES,
+                "bytes of one read past the page cache, at most; half of the default into a device",
             ),
             Option("depth", DEPTH, "reads in flight"),
             Option(
@@ -96,7 +99,11 @@ class PosixBackend(PumpBackend):
                 " cache: huge folios, growing ones (small, bounce), or auto: the cheaper",
             ),
             Option("fixed_buffers", "auto", "auto: register rings; always: tensors too; never"),
-            Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
+            Option(
+                "ring_bytes",
+                0,
+                "bytes of pinned DRAM on the way to a device; 0: one slot a read",
+            ),
         )
 
     @classmethod
@@ -108,8 +115,7 @@ class PosixBackend(PumpBackend):
             if why := device_module.why_not(device):
                 return Support(False, (why,))
         refusals: dict[str, str] = {}
-        names = ENGINES if device.partition(":")[0] == "cpu" else DEVICE_ENGINES
-        engine = first_working(names, refusals)
+        engine = first_working(ENGINES, refusals)
         reasons = [f"engine {name.partition('/')[2]}: {why}" for name, why in refusals.items()]
         return Support(bool(engine), tuple(reasons))
 
@@ -120,16 +126,26 @@ class PosixBackend(PumpBackend):
         return engine
 
     def limits(self, device: str = "cpu") -> Limits:
-        # Slots of a staging ring have one size, whatever the storage.
-        settings = self._dram_settings if device == "cpu" else self.settings
         modes = ["direct", "buffered"]
-        if device == "cpu" and self.engine == "threads":  # rings would copy to the mapping
-            modes.append("mapped")
-        depth = self._dram_settings["depth"]
-        if device != "cpu":  # of a pipeline, which is no deeper than its ring
-            slots = settings["ring_bytes"] // settings["request_bytes"]
-            depth = min(RING_READS * depth, max(slots, 1))
-        return Limits(settings["request_bytes"], depth=depth, io_modes=modes)
+        if device == "cpu":
+            if self.engine == "threads":  # rings would copy to the mapping
+                modes.append("mapped")
+            settings = self._dram_settings
+        else:
+            settings = self._device_settings()
+        return Limits(settings["request_bytes"], depth=settings["depth"], io_modes=modes)
+
+    def _device_settings(self) -> dict[str, Any]:
+        """The settings of a pipeline, which is no deeper than its ring. Slots have one size,
+        whatever the storage."""
+        settings = dict(self.settings)
+        if "request_bytes" not in self._asked:
+            settings["request_bytes"] = SLOT_BYTES
+        slot_bytes, depth = settings["request_bytes"], RING_READS * self._dram_settings["depth"]
+        if not settings["ring_bytes"]:
+            settings["ring_bytes"] = max(min(depth * slot_bytes, MOST_RING_BYTES), 2 * slot_bytes)
+        settings["depth"] = min(depth, max(settings["ring_bytes"] // slot_bytes, 1))
+        return settings
 
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
@@ -199,14 +215,14 @@ class PosixBackend(PumpBackend):
         from gdsload.backends.posix import device as device_module  # imports CUDA
 
         if self.settings["engine"] == "auto" and self._pump is None:
-            self.engine = self._first_engine(DEVICE_ENGINES)
-        settings = {**self.settings, "depth": RING_READS * self._dram_settings["depth"]}
+            self.engine = self._first_engine(ENGINES)
+        settings = self._device_settings()
         while True:  # like `_open_pump`
             name, capsule = self.engine, engines.engine_capsule(self.engine)
             try:
                 return device_module.open_pipeline(device, name, capsule, settings, self.refusals)
             except BackendUnavailable as error:
-                others = DEVICE_ENGINES[DEVICE_ENGINES.index(name) + 1 :]
+                others = ENGINES[ENGINES.index(name) + 1 :]
                 if self.settings["engine"] != "auto" or self._pump is not None or not others:
                     raise
                 self.refusals[f"posix/{name}"] = str(error)
