@@ -172,8 +172,8 @@ class LoadReport:
         self._spans = spans
 
     def add_later(self, spans: Callable[[], Iterable[Span]]) -> None:
-        """Internal: adds spans that are made when they are asked for. A load of 15 GB has thousands,
-        and few ask."""
+        """Internal: adds spans that are made when they are asked for: a load of 15 GB has
+        thousands, and few ask."""
         self._later.append(spans)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from gdsload.backends import (
 from gdsload.backends.cufile.gds import MOST_IN_FLIGHT, GdsBackend
 from gdsload.backends.cufile.gds_mt import THREADS, GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.backends.posix.backend import DEPTH
+from gdsload.backends.posix.backend import DEPTH, MOST_RING_BYTES, SLOT_BYTES
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import device_buffers, staging_ring
 from gdsload.planning.read_plan import Transfer
@@ -326,6 +326,39 @@ def test_distant_storage_has_more_reads_in_flight_within_the_ring(
         doubles.hold_copies(False)
         assert load.finish() == {} and load.bytes() == bytes_of(0)
         backend.release(load.request)
+
+
+@pytest.mark.parametrize(
+    ("storage", "options", "slots"),
+    [
+        (Storage(), {}, 2 * DEPTH),
+        (Storage("nfs4", 1 << 20, 4 * DEPTH), {}, MOST_RING_BYTES // SLOT_BYTES),
+        (Storage(), {"request_bytes": 64 << 10}, 2 * DEPTH),
+        (Storage(), {"ring_bytes": 8 * SLOT_BYTES}, 8),
+    ],
+)
+def test_ring_has_a_slot_for_each_read_in_flight(
+    storage: Storage, options: dict[str, Any], slots: int, doubles: Doubles, file: OpenFile
+) -> None:
+    with PosixBackend(**options) as backend:
+        load = Load(backend, file._replace(storage=storage))
+        assert load.finish() == {} and load.bytes() == bytes_of(0)
+        backend.release(load.request)
+        (ring,) = staging_ring.rings()
+        slot_bytes = options.get("request_bytes", SLOT_BYTES)
+        assert (ring.native.slot_bytes, ring.native.count) == (slot_bytes, slots)
+        limits = backend.limits("cuda:0")
+        assert (limits.max_request, limits.depth) == (slot_bytes, slots)
+
+
+def test_larger_ring_serves_a_load_that_needs_less(doubles: Doubles, file: OpenFile) -> None:
+    read(file, PosixBackend, ring_bytes=2 << 20)
+    (large,) = staging_ring.rings()
+    read(file, PosixBackend, ring_bytes=1 << 20)
+    assert staging_ring.rings() == [large]
+    read(file, PosixBackend, ring_bytes=4 << 20)
+    (larger,) = staging_ring.rings()
+    assert larger is not large and larger.nbytes == 4 << 20
 
 
 def test_shares_receive_the_bytes_of_their_ranges(doubles: Doubles, file: OpenFile) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+
 import pytest
 
 from gdsload.report import LoadReport, Span, size
@@ -52,6 +55,28 @@ def test_seconds_of_reading_are_those_with_a_read_in_flight() -> None:
         Span("open", "head start", 0.0, 7.0),  # a phase of a prefetch
     )
     assert report.reading_seconds == 4.0
+
+
+def test_spans_that_are_made_later_are_there_for_whoever_asks() -> None:
+    asked: list[int] = []
+
+    def reads() -> Iterator[Span]:
+        asked.append(1)
+        yield Span("read 1 KiB at 0", "requests of a", 1.0, 4.0)
+
+    report = report_of(Span("open", "phases", 0.0, 1.0))
+    report.add_later(reads)
+    with report.phase("read"):
+        pass
+    assert asked == []
+    assert report.reading_seconds == 3.0
+    names = ["open", "read", "read 1 KiB at 0"]
+    assert [span.name for span in report.spans] == names and asked == [1]
+    report.add_later(lambda: [Span("read 1 KiB at 1024", "requests of a", 4.0, 6.0)])
+    copy = pickle.loads(pickle.dumps(report))
+    total = LoadReport("all")
+    total.add(report)
+    assert copy.reading_seconds == total.reading_seconds == 5.0
 
 
 def test_summary_escapes_names_from_files() -> None:

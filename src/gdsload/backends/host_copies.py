@@ -23,10 +23,11 @@ from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gdsload.system.stall import STALL_SECONDS, StallWatch
 
-# Fewer bytes are copied by the driver before threads have been woken up. If there is no ring yet,
-# pinning one takes longer than the driver needs for fewer bytes than the second. Not measured.
+# Fewer bytes are copied by the driver, at 7 GB/s, before threads have been woken up. If there is no
+# ring yet, pinning one takes longer than the driver needs for fewer bytes than the second
+# (benchmarks/results/gpu-h100.json).
 LEAST_BYTES = 4 << 20
-LEAST_BYTES_WITHOUT_RING = 1 << 30
+LEAST_BYTES_WITHOUT_RING = 128 << 20
 _KIND = "host memory"  # of parked pipelines
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from gdsload.checkpoint.selection import Names
     from gdsload.events import OnEvent
-    from gdsload.readahead.device_init import DeviceInit
+    from gdsload.loading.device_init import DeviceInit
 
 TIERS = ("memory", "pool", "pagecache")
 # The states of a prefetch. The last four are final; the first of these means that all was read.
@@ -237,7 +237,7 @@ class Prefetch(quiesce.Holder):
         """Starts to open the GPU, and to pin the ring that only the load will need."""
         if self.report.device.partition(":")[0] != "cuda":
             return None
-        from gdsload.readahead.device_init import DeviceInit  # only needed for a GPU
+        from gdsload.loading.device_init import DeviceInit  # only needed for a GPU
 
         ring = self.tier == "pagecache" and self._settings.backend in ("auto", "posix")
         return DeviceInit(self.report.device, self._settings.options, ring=ring)

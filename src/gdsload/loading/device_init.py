@@ -1,6 +1,7 @@
-"""Initialises a GPU before its first load, in a thread, while the process still imports.
+"""Initialises a GPU before its first load, in a thread, while the checkpoint is opened or the
+process still imports.
 
-    prefetch ──► DeviceInit: context ─► pinned ring ─► pipeline, parked at the ring for the load
+    load, prefetch ──► DeviceInit: context ─► pinned ring ─► pipeline, parked at the ring
 
 Errors are only recorded here: the load meets them again and raises them.
 """
@@ -12,11 +13,25 @@ from typing import Any
 
 from gdsload.backends import DRAM, VRAM, Memory, Registration, reaches
 from gdsload.loading import device_batch
+from gdsload.loading.claims import offered
+from gdsload.memory import staging_ring
+from gdsload.memory.host_buffers import current_pool
 from gdsload.system import gpu
 from gdsload.system.threads import start_thread
 
 # Contexts take seconds on machines with many GPUs. A driver that hangs is reported by the load.
 OPEN_SECONDS = 30.0
+
+
+def begin(device: str, backend: str, options: Mapping[str, Any]) -> DeviceInit | None:
+    """Begins what the first load to a device needs; None if it is there, if the backend does not
+    read through host memory, or if the bytes may be in memory already."""
+    if backend not in ("auto", "posix") or offered() or current_pool() is not None:
+        return None
+    ordinal = gpu.ordinal_of(device)
+    if any((ring.kind, ring.ordinal) == (DRAM, ordinal) for ring in staging_ring.rings()):
+        return None
+    return DeviceInit(device, options, ring=True)
 
 
 class DeviceInit:

@@ -1,8 +1,10 @@
-"""A prefetch for a GPU prepares the context, the staging ring and the backend before a load."""
+"""A prefetch for a GPU, or the beginning of a load, prepares the context, the staging ring and the
+backend."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import gdsload
 from devicetensors import raw
 from gdsload._native.cuda import Device
+from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.errors import BackendUnavailable, GdsloadError
+from gdsload.loading import device_init
 from gdsload.memory import staging_ring
-from gdsload.readahead import device_init
 from gdsload.system import gpu
 from gpuauto import SMALL
 from gpudoubles import CODE, Doubles
@@ -122,3 +125,45 @@ def test_a_driver_that_hangs(
         assert ahead.wait(PATIENCE_SECONDS)
         assert "was not opened" in ahead.report.refusals["cuda:0"]
     go.set()
+
+
+def test_first_load_pins_the_ring_while_the_checkpoint_is_opened(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, began = threading.Event(), threading.Event()
+    places: list[str] = []
+    real_open, real_device = Lookup.open, gpu.device
+
+    def open_late(lookup: Lookup, source: Any) -> Any:
+        assert began.wait(PATIENCE_SECONDS), "nothing was begun before"
+        opened.set()
+        return real_open(lookup, source)
+
+    def device(ordinal: int) -> Device:
+        if threading.current_thread().name == "gdsload-device":
+            began.set()
+            assert opened.wait(PATIENCE_SECONDS)
+        return real_device(ordinal)
+
+    real_init = staging_ring.StagingRing.__init__
+
+    def made(ring: staging_ring.StagingRing, *words: Any, **more: Any) -> None:
+        places.append(threading.current_thread().name)
+        real_init(ring, *words, **more)
+
+    monkeypatch.setattr(Lookup, "open", open_late)
+    monkeypatch.setattr(gpu, "device", device)
+    monkeypatch.setattr(staging_ring.StagingRing, "__init__", made)
+    for _ in range(2):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", options=SMALL)
+    assert places == ["gdsload-device"]
+    assert gdsload.last_report().refusals.keys() <= {"gds", "gds_mt"}
+
+
+@pytest.mark.parametrize("how", [{"backend": "gds_mt"}, {"names": "nothing"}])
+def test_load_that_ends_early_leaves_no_thread(
+    how: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path
+) -> None:
+    with suppress(GdsloadError, KeyError):
+        gdsload.load_file(tiny_checkpoint / "missing", "cuda:0", options=SMALL, **how)
+    assert "gdsload-device" not in {thread.name for thread in threading.enumerate()}
