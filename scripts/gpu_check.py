@@ -100,6 +100,12 @@ class Gpu:
     def empty_cache(self) -> None:
         self.torch.cuda.empty_cache()
 
+    def free_bytes(self) -> int:
+        """Free memory of the device, without what torch's allocator caches."""
+        self.synchronize()
+        self.empty_cache()
+        return int(self.torch.cuda.mem_get_info(self.device)[0])
+
     def keep_busy(self, seconds: float) -> None:
         """Queues work on the current stream that takes this long."""
         clock_hz = 1.6e9  # of no importance: between 0.5 and 1 times as long as asked for
@@ -1198,6 +1204,11 @@ class ArmProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **arm.environment},
         )
 
+    def begin(self, source: Path, seconds: float) -> None:
+        """Waits until the loader is imported. If that fails, its first load tells why."""
+        with suppress(OSError):
+            self.ask(source, seconds)
+
     def ask(self, source: Path, seconds: float) -> Row:
         """One answer. Raises OSError with the reason why it failed."""
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -1238,16 +1249,11 @@ def arm(job: Row, gpu: Gpu) -> None:
                 opened = arms.KINDS[job["kind"]].open(wanted)
                 facts = {}
             else:
+                before = gpu.free_bytes()
                 facts, found = worker.measured(opened.load, source, job["device"])
-                keep = found.keep if isinstance(found.keep, tuple) else ()
                 del found
-                for each in keep:  # fastsafetensors gives memory back only then
-                    if hasattr(each, "close"):
-                        each.close()
-                del keep
                 gc.collect()
-                if gpu.is_real:
-                    gpu.empty_cache()
+                facts["left_bytes"] = before - gpu.free_bytes()
                 text = json.dumps(sorted(facts.pop("sums").items()))
                 facts["digest"] = hashlib.sha256(text.encode()).hexdigest()[:16]
             print(json.dumps(facts), file=out, flush=True)
@@ -1329,9 +1335,8 @@ def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[
     table, digests = f"{'warm' if warm else 'cold'} {source.name}", set()
     longest: dict[str, float] = {}
     known, number = {label: ArmProcess(context, label) for label in labels}, 0
-    for label in labels:  # all are ready before the first load
-        with suppress(OSError):  # the load will tell
-            known[label].ask(source, min(arm_seconds, context.left - 2))
+    for process in known.values():  # all are ready before the first load
+        process.begin(source, min(arm_seconds, context.left - 2))
     while known and time.monotonic() < ends:
         for label in turned(list(known), number):
             # The first round runs in any case, while there is time for the summary.
@@ -1369,6 +1374,11 @@ def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[
                 longest[label] = max(longest.get(label, 0), took)
             row["bytes"] = conditions.file_bytes
             yield row
+            if row.get("left_bytes", 0) > conditions.file_bytes // 2:
+                # It does not give memory back, which the others need.
+                known[label].close()
+                known[label] = ArmProcess(context, label)
+                known[label].begin(source, min(arm_seconds, context.left - 2))
         number += 1
         if number > 1 and all(time.monotonic() + longest.get(label, 0) > ends for label in known):
             break

@@ -65,6 +65,9 @@ def gpu(base: type[Any], device: str) -> Any:
 
         empty_cache = synchronize
 
+        def free_bytes(self) -> int:
+            return 0
+
         def keep_busy(self, seconds: float) -> None:
             doubles.keep_busy()
             threading.Timer(min(seconds, 0.05), doubles.end_work).start()

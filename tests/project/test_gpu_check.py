@@ -386,6 +386,8 @@ def test_gpu_check_large_checkpoint_has_few_loaders_with_more_time(
             asked.append(seconds)
             raise OSError("no GPU")
 
+        def begin(self, source: Path, seconds: float) -> None: ...
+
         def close(self) -> None: ...
 
     conditions = script.bench("judge").Conditions
@@ -398,7 +400,40 @@ def test_gpu_check_large_checkpoint_has_few_loaders_with_more_time(
     gpu = SimpleNamespace(host_device="cpu")
     context = script.Context(gpu, tmp_path, tmp_path, False, False, ends, [], [])
     assert len(list(script.rounds(context, tmp_path, True, ends))) == loaders
-    assert asked == [seconds] * loaders * 2  # when it starts, and for a load
+    assert asked == [seconds] * loaders
+
+
+def test_gpu_check_loader_that_keeps_memory_of_the_device_is_started_again(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    ended: list[str] = []
+
+    class Arm:
+        def __init__(self, context: object, label: str) -> None:
+            self.label = label
+            made.append(label)
+
+        def begin(self, source: Path, seconds: float) -> None: ...
+
+        def ask(self, source: Path, seconds: float) -> dict[str, Any]:
+            return {"seconds": 1.0, "left_bytes": 4096 if self.label == "pinned" else 1024}
+
+        def close(self) -> None:
+            ended.append(self.label)
+
+    conditions = script.bench("judge").Conditions
+    for name in ("make_cache", "settled_bytes"):
+        monkeypatch.setattr(conditions, name, lambda _: 4096)
+    monkeypatch.setattr(script, "ArmProcess", Arm)
+    (tmp_path / "model.safetensors").write_bytes(bytes(4096))
+    ends = time.monotonic() + LIMIT_SECONDS
+    gpu = SimpleNamespace(host_device="cpu")
+    context = script.Context(gpu, tmp_path, tmp_path, True, False, ends, [], [])
+    rows = list(script.rounds(context, tmp_path, True, ends))
+    assert [row["verdict"] for row in rows] == ["ok"] * 6
+    assert sorted(made) == ["gdsload", "pinned", "pinned", "pinned", "safetensors-mmap"]
+    assert sorted(ended) == sorted(made)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 # A load of this many bytes asks torch's allocator for one block first. Otherwise each tensor of
 # more than 10 MiB would be a cudaMalloc of its own, of 0.1 ms (measured on an H100).
 WHOLE_BYTES = 256 << 20
-# The first reads of a load are posted when so many bytes are planned: as many as the ring has slots.
+# The first reads of a load are posted when so many bytes are planned: a read for each slot of the
+# ring.
 FIRST_BYTES = 64 << 20
 # When one slice is copied from host memory, up to this many slices after it are copied as well.
 COPIED_AT_ONCE = 256
