@@ -222,7 +222,7 @@ def aims(result: dict[str, Any]) -> list[list[str]]:
     usual = [entry for entry in result["loads"] if entry["tensors"] < 10_000]
     first = max(entry["first_ms"] - entry["open_ms"] for entry in result["loads"])
     share = max(entry["idle_ms"] / entry["bytes"] * BUS_RATE / 1e3 for entry in usual)
-    end = max(entry["end_ms"] for entry in result["loads"] if entry["bytes"] < 100_000_000_000)
+    end = max(entry["end_ms"] for entry in usual if entry["bytes"] < 100_000_000_000)
     return [
         ["headers read to the first read into VRAM, ms", f"under {MOST_FIRST_MS:.0f}",
          f"{first:.1f}", met(first < MOST_FIRST_MS)],

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import arms, first_read, parse, pipeline, pool, start, states, tables
+from . import arms, first_read, gpu, parse, pipeline, pool, start, states, tables
 from .layout import several
 from .places import RESULTS
 
@@ -191,19 +191,6 @@ def flat(result: Result) -> Found:
     return Found(f"{many / few:.2f} times", many / few < 2)
 
 
-def pinned_rate(share: float) -> Callable[[Result], Found]:
-    """That share of the rate of the limit, the slower of the bus and the disk."""
-
-    def measure(result: Result) -> Found:
-        limit = tables.yardstick(result)
-        if limit is None:
-            raise KeyError("no limit")
-        ratio = seconds(result, limit) / seconds(result, OURS)
-        return Found(f"{ratio:.2f} of {limit}", ratio >= share)
-
-    return measure
-
-
 SMALL, LARGE = "qwen3-0.6b", "qwen2.5-7b"
 # After the colon, the state of memory.
 COLD = tuple(
@@ -241,12 +228,6 @@ TARGETS = (
     Target("process start with prefetch", "10 % over the longer half",
            (f"start-{SMALL}", f"start-{LARGE}"), process_start),
     Target("20 models through a 4 GiB pool: growth", "none", ("pool",), grown),
-    Target("GPU, warm", "0.9 of the rate of pinned memory",
-           (f"warm-{SMALL}-small-cuda", f"warm-{LARGE}-small-cuda"), pinned_rate(0.9)),
-    Target("GPU, cold", "0.95 of fio or of pinned memory",
-           (f"cold-{SMALL}-small-cuda", f"cold-{LARGE}-small-cuda"), pinned_rate(0.95)),
-    Target("GPU, warm and cold", "no slower than any other",
-           (f"warm-{LARGE}-small-cuda", f"cold-{LARGE}-small-cuda"), fastest),
 )  # fmt: skip
 NOT_THERE, TRIAL = "not measured", "the result is a trial of few rounds"
 LEAST_ROUNDS = 3
@@ -284,6 +265,9 @@ def lines(directory: Path = RESULTS) -> Iterable[list[str]]:
         for target, wanted, *found in aims(result):
             found = [f"{NOT_THERE}: {TRIAL}", ""] if trial else found
             yield [f"{what}{target}", name, wanted, *found]
+    for path in sorted(directory.glob("gpu-*.json")):
+        for what, wanted, measured, said in gpu.aims(json.loads(path.read_text())):
+            yield [f"GPU, {what}", path.stem, wanted, measured, said]
 
 
 def table(directory: Path = RESULTS) -> str:

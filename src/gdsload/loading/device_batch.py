@@ -44,9 +44,10 @@ if TYPE_CHECKING:
 # A load of this many bytes asks torch's allocator for one block first. Otherwise each tensor of
 # more than 10 MiB would be a cudaMalloc of its own, of 0.1 ms (measured on an H100).
 WHOLE_BYTES = 256 << 20
-# The first reads of a load are posted when so many bytes are planned: a read for each slot of the
-# ring.
+# The first reads of a load are posted when so many bytes are planned, a read for each slot of the
+# ring, or so many tensors.
 FIRST_BYTES = 64 << 20
+FIRST_TENSORS = 128
 # When one slice is copied from host memory, up to this many slices after it are copied as well.
 COPIED_AT_ONCE = 256
 # torch's allocator rounds sizes up to multiples of the first. For sizes up to the second it has
@@ -92,7 +93,7 @@ def starting_windows(
     late_copies.forget_ended()  # their memory becomes reusable
     reusable = reusable_bytes(ordinal) if torch_imported() else 0
     device_buffers.require_room(ordinal, nbytes, reusable)
-    end = native.end_of(infos, 0, FIRST_BYTES)
+    end = min(native.end_of(infos, 0, FIRST_BYTES), FIRST_TENSORS)
     yield infos[:end]
     # The reads of the first group do not wait for the order of the rest, or for its memory.
     rest = native.in_file_order(infos[end:])

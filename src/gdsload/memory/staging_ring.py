@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from gdsload._native.copies import Copier
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.cufile import CuFileFailure
 from gdsload._native.memory import Region
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
 # measured on a GPU.
 IDLE_SECONDS = 10.0
 _SLAB_ALIGN = 64 << 10  # cuFile needs 4 KiB; GPUs map memory in units of this
-# Threads that touch the pages of a ring: the driver would touch them with one, in three times as
-# long (benchmarks/results/gpu-h100.json).
-_TOUCHING = 4
 
 # Registers a slab of VRAM (address, bytes), adds refusals to the notes of the ring, and returns the
 # function that undoes it.
@@ -118,7 +114,6 @@ class StagingRing(quiesce.Holder):
         node = gpu.numa_node(device.bus)
         if not self.native.settle(node) and node >= 0:
             self.notes.append(f"its memory could not be bound to NUMA node {node}")
-        Copier(_TOUCHING).copy([(region.address, 0, self.nbytes, False)])
         # Noted first: if Ctrl-C ends the call, it may be pinned, and must not be unmapped then.
         self._undo.append(lambda: region)  # keeps the mapping as long as the ring
         self._undo.append(lambda: device.unpin(region.address))

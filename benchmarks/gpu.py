@@ -1,0 +1,246 @@
+"""What `make gpu-check` has found on a machine with a GPU, as a result that is kept.
+
+    python -m benchmarks.gpu DIRECTORY [--replace]
+
+DIRECTORY is what the check has written, on that machine or brought from it. The loaders of a table
+load in turn, each in a process of its own; their first loads have a column of their own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import machine, records, tables
+from .layout import several
+from .places import ROOT
+from .records import Refused
+
+OURS, PINNED = "gdsload", "pinned"
+# The targets: the share of the rate of pinned memory, and of the seconds of another loader.
+LEAST_SHARE, MOST_SECONDS = 0.9, 1 / 0.95
+Result = dict[str, Any]
+
+
+def check_script() -> Any:
+    """The module of the check, which knows its claims."""
+    place = ROOT / "scripts/gpu_check.py"
+    spec = importlib.util.spec_from_file_location("gpu_check", place)
+    if spec is None or spec.loader is None or not place.exists():
+        raise Refused(f"{place} is missing: this program runs in a checkout")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tables_of(rows: list[Result]) -> list[Result]:
+    """The loads of each table and loader: the seconds of each round, and the median of the CPU
+    time. A loader that failed has no later rounds."""
+    found: dict[str, dict[str, list[Result]]] = {}
+    for row in rows:
+        if row.get("table") and row["verdict"] == "ok":
+            found.setdefault(row["table"], {}).setdefault(row["arm"], []).append(row)
+    return [
+        {
+            "table": name,
+            "bytes": next(iter(arms.values()))[0]["bytes"],
+            "arms": [
+                {
+                    "label": label,
+                    "seconds": [round(load["seconds"], 4) for load in loads],
+                    "cpu_s": statistics.median(load["cpu_s"] for load in loads),
+                }
+                for label, loads in arms.items()
+            ],
+        }
+        for name, arms in found.items()
+    ]
+
+
+def result_of(directory: Path, commit: str) -> Result:
+    """Raises Refused if the directory has no results of a check."""
+    script = check_script()
+    rows = script.read_rows(directory)
+    facts = next((row["machine"] for row in rows if "machine" in row), None)
+    versions = next((row for row in rows if row["name"] == "versions"), None)
+    if facts is None or versions is None:
+        raise Refused(f"{directory}: there is no results.jsonl of gpu-check with its machine")
+    ended = (directory / "results.jsonl").stat().st_mtime
+    date = datetime.datetime.fromtimestamp(ended, datetime.timezone.utc)
+    steps = [row for row in rows if row["section"] == "micro" and row["verdict"] == "ok"]
+    models = [row for row in rows if "gdsload_seconds" in row]
+    return {
+        "format": records.FORMAT,
+        "kind": "gpu",
+        "date": f"{date:%Y-%m-%d %H:%M UTC}",
+        "commit": commit,
+        "machine": facts,
+        "cuda": versions["cuda"],
+        "claims": [
+            {"claim": claim.text, "verdict": verdict, "evidence": evidence}
+            for claim in script.CLAIMS
+            for verdict, evidence in [claim.decide(rows)]
+        ],
+        "tables": tables_of(rows),
+        "models": [
+            {"name": row["name"], "seconds": {
+                OURS: row["gdsload_seconds"], "transformers": row["transformers_seconds"]}}
+            for row in models
+        ],
+        "steps": [
+            {key: value for key, value in row.items()
+             if key not in ("section", "verdict", "row_seconds")}
+            for row in steps if len(row) > 4
+        ],
+    }  # fmt: skip
+
+
+def later(arm: Result) -> list[float]:
+    """The seconds after the first load of the process."""
+    found: list[float] = arm["seconds"][1:]
+    return found
+
+
+def compared(table: Result) -> tuple[float, str, float, float] | None:
+    """The median seconds of gdsload, the fastest other loader, its seconds, and how many times as
+    long as gdsload it takes: the median over the rounds that both have. None without another."""
+    arms = {arm["label"]: arm for arm in table["arms"] if later(arm)}
+    others = [name for name in arms if name.partition(":")[0] not in (OURS, PINNED)]
+    if OURS not in arms or not others:
+        return None
+    best = min(others, key=lambda name: statistics.median(later(arms[name])))
+    mine, theirs = later(arms[OURS]), later(arms[best])
+    ratio = statistics.median(other / ours for ours, other in zip(mine, theirs, strict=False))
+    return statistics.median(mine), best, statistics.median(theirs), ratio
+
+
+def title(result: Result) -> str:
+    return f"On a GPU: {result['machine']['gpus'][0].partition(',')[0]}"
+
+
+def _loads(result: Result) -> Iterator[str]:
+    for table in result["tables"]:
+        rows = []
+        for arm in sorted(table["arms"], key=lambda arm: statistics.median(later(arm) or [9e9])):
+            if took := later(arm):
+                median = statistics.median(took)
+                rows.append([
+                    arm["label"], f"{median:.3f}", f"{min(took):.3f} to {max(took):.3f}",
+                    f"{table['bytes'] / median / 1e9:.1f}",
+                    f"{arm['cpu_s']:.2f}",
+                    f"{arm['seconds'][0]:.3f}", str(len(took)),
+                ])  # fmt: skip
+        head = ["loader", "median s", "min to max", "GB/s", "CPU s", "first load, s", "loads"]
+        yield f"{table['table']}, {table['bytes'] / 1e9:.2f} GB:\n\n{tables.markdown(head, rows)}"
+
+
+def _steps(steps: list[Result]) -> Iterator[str]:
+    """The steps of a load by themselves: copies by their size, pinning, the page cache."""
+    of_copies = re.compile(r"(\d+) KiB, 1 streams, GB/s")
+    copies = [
+        [row["name"].partition(": ")[2], {of_copies.fullmatch(key): row[key] for key in row}]
+        for row in steps
+        if row["name"].startswith("host to device")
+    ]
+    sizes = [found[1] for found in copies[0][1] if found] if copies else []
+    rows = [
+        [name, *(f"{rate:.1f}" for found, rate in rates.items() if found)] for name, rates in copies
+    ]
+    head = [f"{int(size) // 1024} MiB" for size in sizes]
+    yield tables.markdown(["one stream from host memory, GB/s, by bytes of a copy", *head], rows)
+    pins = [
+        [
+            row["name"].partition("register ")[2],
+            f"{row['touch_ms']:.1f}",
+            f"{row['register_ms']:.1f}",
+        ]
+        for row in steps
+        if "touch_ms" in row
+    ]
+    yield tables.markdown(["pinning host memory", "touching it, ms", "registering it, ms"], pins)
+    cached = [
+        [row["name"].rpartition("by ")[2].partition(" ")[0], f"{row['GB/s']:.1f}"]
+        for row in steps
+        if row["name"].startswith("page cache")
+    ]
+    yield tables.markdown(["threads that copy from the page cache", "GB/s"], cached)
+
+
+def table(result: Result) -> str:
+    claims = [[each["claim"], each["verdict"], each["evidence"]] for each in result["claims"]]
+    models = [
+        [row["name"], *(", ".join(f"{s:.2f}" for s in took) for took in row["seconds"].values())]
+        for row in result["models"]
+    ]
+    parts = [
+        *_loads(result),
+        tables.markdown(["three loads of each, s", OURS, "transformers"], models),
+        tables.markdown(["claim", "verdict", "evidence"], claims),
+        *_steps(result["steps"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def aims(result: Result) -> list[list[str]]:
+    """The targets of each table, as of the other results."""
+    found = []
+    for each in result["tables"]:
+        medians = {
+            arm["label"]: statistics.median(later(arm)) for arm in each["arms"] if later(arm)
+        }
+        if each["table"].startswith("warm") and {PINNED, OURS} <= medians.keys():
+            share = medians[PINNED] / medians[OURS]
+            found.append([
+                f"{each['table']}: the rate of pinned memory", f"{LEAST_SHARE} of it",
+                f"{share:.2f}", "met" if share >= LEAST_SHARE else "missed",
+            ])  # fmt: skip
+        if (pair := compared(each)) is not None:
+            ours, name, theirs, ratio = pair
+            found.append([
+                f"{each['table']}: the fastest loader", "no slower than any other",
+                f"{ours:.3f} s, {name} {theirs:.3f} s ({ratio:.2f} times by rounds)",
+                "met" if ours <= theirs * MOST_SECONDS else "missed",
+            ])  # fmt: skip
+    return found
+
+
+def notes(result: Result) -> str:
+    cold = next((each for each in result["tables"] if each["table"].startswith("cold")), None)
+    lines = [
+        f"- {records.described(result)}, CUDA {result['cuda']}, torch"
+        f" {result['machine']['versions']['torch']}",
+        "- the loaders take turns, each in a process that loads again and again; medians without"
+        " the first load, whose imports of torch are outside the clock",
+        "- every byte is on the GPU at the end, and its sums are those of the other loaders",
+        "- pinned: as many bytes from pinned memory, by copies of torch",
+        "- a loader that misses rounds had no memory left on the GPU, which another one kept",
+    ]
+    if cold is not None:
+        lines.append(f"- cold: {several(max(len(a['seconds']) for a in cold['arms']), 'round')},"
+                     " the page cache is dropped before each load")  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = records.parser_of("python -m benchmarks.gpu", __doc__)
+    parser.add_argument("directory", type=Path, help="what gpu-check has written (--out)")
+    parser.add_argument("--commit", default=machine.commit(), help="of the gdsload that it checked")
+    records.add_output(parser)
+    options = parser.parse_args(words)
+
+    def result() -> tuple[Result, str]:
+        found = result_of(options.directory, options.commit)
+        name = found["machine"]["gpus"][0].split()[1].lower()
+        return found, f"gpu-{name}"
+
+    return records.publish("gpu", options, result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
