@@ -1204,10 +1204,12 @@ class ArmProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **arm.environment},
         )
 
-    def begin(self, source: Path, seconds: float) -> None:
-        """Waits until the loader is imported. If that fails, its first load tells why."""
+    def begin(self, source: Path, seconds: float, loads: int = 0) -> None:
+        """Waits until the loader is imported, and has loaded so often. If that fails, its next load
+        tells why."""
         with suppress(OSError):
-            self.ask(source, seconds)
+            for _ in range(1 + loads):
+                self.ask(source, seconds)
 
     def ask(self, source: Path, seconds: float) -> Row:
         """One answer. Raises OSError with the reason why it failed."""
@@ -1378,7 +1380,7 @@ def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[
                 # It does not give memory back, which the others need.
                 known[label].close()
                 known[label] = ArmProcess(context, label)
-                known[label].begin(source, min(arm_seconds, context.left - 2))
+                known[label].begin(source, min(arm_seconds, context.left - 2), loads=1)
         number += 1
         if number > 1 and all(time.monotonic() + longest.get(label, 0) > ends for label in known):
             break
@@ -1389,7 +1391,7 @@ def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[
 
 
 def turned(labels: list[str], number: int) -> list[str]:
-    """The loaders in another order each round: what one does to the machine, another one meets."""
+    """The loaders in the order of a round, each of which begins with another one."""
     first = number % len(labels)
     return labels[first:] + labels[:first]
 

@@ -38,7 +38,7 @@ from gdsload.planning.read_plan import (
     plan_reads,
     ranges_of,
 )
-from gdsload.remote.urls import is_url, shown_source
+from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport
 from gdsload.system import device_name
 from gdsload.system.progress_bar import progress_bar
@@ -515,13 +515,18 @@ def _opened(
     title = shown_source(os.fsdecode(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
     report = LoadReport(title, device=target, on_event=settings.on_event)
     with report.whole(), ExitStack() as stack:
-        initialised = _initialising(source, target, settings)
-        stack.callback(initialised)
+        device_init = None
+        if target.partition(":")[0] == "cuda" and single and os.path.exists(source):  # type: ignore[arg-type]
+            from gdsload.loading.device_init import begin
+
+            if device_init := begin(target, settings.backend, settings.options):
+                stack.callback(device_init.leave)
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
             wanted = _Wanted(checkpoint, names, slices, order)
-        with report.phase("prepare"):
-            initialised()
+        if device_init is not None:
+            with report.phase("wait for the device"):
+                device_init.finish()
         report.tensors, report.wanted_bytes = wanted.number, wanted.nbytes
         verifier = verifier_of(checkpoint, settings.verify, report)
         session = stack.enter_context(
@@ -530,17 +535,6 @@ def _opened(
         # What a rank wants is known when all ranks have met.
         advance = stack.enter_context(progress_bar(progress, lambda: report.wanted_bytes))
         yield session, wanted, advance
-
-
-def _initialising(source: object, device: str, settings: ReadSettings) -> Callable[[], None]:
-    """Initialises a GPU that this process has not loaded to, for files of this machine; returns the
-    function that waits."""
-    if device != "cpu" and not is_url(source):
-        from gdsload.loading.device_init import begin
-
-        if (init := begin(device, settings.backend, settings.options)) is not None:
-            return init.wait
-    return lambda: None
 
 
 def _arranged(order: str, infos: Iterable[TensorInfo]) -> list[TensorInfo]:

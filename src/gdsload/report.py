@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -106,7 +106,6 @@ class LoadReport:
             known which tensors are converted: "materialised" are those that are read.
         missing: For `load_into`, the names of targets that nothing, or not all, was read for.
         unexpected: For `load_into`, the names in the checkpoint that belong to no target.
-        spans: Time intervals for `trace`.
     """
 
     def __init__(
@@ -160,15 +159,14 @@ class LoadReport:
 
     @property
     def spans(self) -> list[Span]:
-        """Phases and reads, as time intervals."""
-        while self._later:
-            with suppress(IndexError):  # another thread has taken it
+        """Phases and reads, as time intervals for `trace`."""
+        with _lock:
+            while self._later:
                 self._spans.extend(self._later.pop(0)())
         return self._spans
 
     @spans.setter
     def spans(self, spans: list[Span]) -> None:
-        self._later.clear()
         self._spans = spans
 
     def add_later(self, spans: Callable[[], Iterable[Span]]) -> None:

@@ -74,11 +74,18 @@ def test_targets_are_the_bus_and_the_fastest_other_loader(
         loads("pinned", [0.02, 0.02, 0.02, 0.02]),
         loads("gdsload", ours),
         loads("gdsload:engine=uring", [0.01, 0.01, 0.01, 0.01]),  # is no other loader
-        loads("runai", [0.04, 0.04, 0.04]),
+        loads("runai", [0.04, 0.04, 0.04, 0.04]),
+        loads("safetensors-mmap", [0.01, 0.01, 0.01]),  # too few
     )
     aims = gpu.aims(gpu.result_of(source, "abc"))
     assert [each[3] for each in aims] == [share, fastest]
     assert "runai 0.040 s" in aims[1][2]
+
+
+def test_few_loads_are_no_measurement(tmp_path: Path) -> None:
+    ours, others = loads("gdsload", [0.9, 0.02, 0.02]), loads("runai", [0.04] * 9)
+    aims = gpu.aims(gpu.result_of(checked(tmp_path, ours, others), "abc"))
+    assert [each[2:] for each in aims] == [["not measured: 2 loads", ""]]
 
 
 def test_directory_without_a_check_is_refused(

@@ -4,7 +4,6 @@ backend."""
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import gdsload
 from devicetensors import raw
 from gdsload._native.cuda import Device
 from gdsload.checkpoint.checkpoint import Lookup
-from gdsload.errors import BackendUnavailable, GdsloadError
+from gdsload.errors import BackendUnavailable, CheckpointError, GdsloadError
 from gdsload.loading import device_init
 from gdsload.memory import staging_ring
 from gdsload.system import gpu
+from gdsload.system.cancellation import LoadCancelled
 from gpuauto import SMALL
 from gpudoubles import CODE, Doubles
 
@@ -160,10 +160,53 @@ def test_first_load_pins_the_ring_while_the_checkpoint_is_opened(
     assert gdsload.last_report().refusals.keys() <= {"gds", "gds_mt"}
 
 
-@pytest.mark.parametrize("how", [{"backend": "gds_mt"}, {"names": "nothing"}])
-def test_load_that_ends_early_leaves_no_thread(
-    how: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path
+def test_load_that_fails_early_waits_little_and_leaves_no_thread_that_goes_on(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with suppress(GdsloadError, KeyError):
-        gdsload.load_file(tiny_checkpoint / "missing", "cuda:0", options=SMALL, **how)
-    assert "gdsload-device" not in {thread.name for thread in threading.enumerate()}
+    began, go, real = threading.Event(), threading.Event(), gpu.device
+
+    def slow(ordinal: int) -> Device:
+        began.set()
+        assert go.wait(PATIENCE_SECONDS)
+        return real(ordinal)
+
+    monkeypatch.setattr(device_init, "LEAVE_SECONDS", 0.01)
+    monkeypatch.setattr(gpu, "device", slow)
+    with pytest.raises(CheckpointError):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", names="no such tensor", options=SMALL)
+    assert began.wait(PATIENCE_SECONDS)
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "gdsload-device":
+            thread.join(PATIENCE_SECONDS)
+    assert [ring.nbytes for ring in staging_ring.rings()] == [SMALL["ring_bytes"]]
+
+
+def test_missing_file_starts_no_cuda(doubles: Doubles, tiny_checkpoint: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        gdsload.load_file(tiny_checkpoint / "missing", "cuda:0", options=SMALL)
+    assert not gpu._devices and staging_ring.rings() == []
+
+
+def test_load_that_waits_for_the_device_can_be_cancelled(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def hangs(ordinal: int) -> None:
+        go.wait(PATIENCE_SECONDS)
+
+    def cancelled() -> None:
+        raise LoadCancelled("enough")
+
+    monkeypatch.setattr(device_init, "LEAVE_SECONDS", 0.01)
+    monkeypatch.setattr(device_init, "check", cancelled)
+    monkeypatch.setattr(gpu, "device", hangs)
+    with pytest.raises(LoadCancelled):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", options=SMALL)
+    go.set()
+
+
+def test_device_that_is_no_gpu_needs_none(tiny_checkpoint: Path) -> None:
+    got = gdsload.load_file(tiny_checkpoint, "meta")
+    assert got and all(tensor.device.type == "meta" for tensor in got.values())

@@ -225,6 +225,7 @@ def test_first_tensors_are_posted_before_the_others_are_planned(
         events.append("post")
 
     monkeypatch.setattr(device_batch, "FIRST_BYTES", 32 << 10)
+    monkeypatch.setattr(device_batch, "LEAST_BYTES", 1)
     monkeypatch.setattr(device_batch, "torch_imported", lambda: imported)
     monkeypatch.setattr(Session, "plan", planned)
     monkeypatch.setattr(Batch, "_post", posted)
@@ -286,3 +287,16 @@ def test_compatibility_mode_is_used_only_if_asked_for(
     report = gdsload.last_report()
     assert report.engine == "compat"
     assert "compatibility mode was allowed" in report.refusals["gds_mt/native"]
+
+
+def test_load_whose_first_tensors_are_empty_goes_on(doubles: Doubles, tmp_path: Path) -> None:
+    """More of them than the first group has."""
+    tensors = {f"a{number:03}": torch.empty(0) for number in range(device_batch.FIRST_TENSORS + 9)}
+    size = device_batch.FIRST_BYTES + (1 << 20)
+    tensors["b"] = torch.arange(size // 8, dtype=torch.int64)
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    doubles.set(nbytes=1 << 30)
+    got = gdsload.load_file(path, "cuda:0")
+    assert got.keys() == tensors.keys()
+    assert torch.equal(raw(got["b"]), raw(tensors["b"]))

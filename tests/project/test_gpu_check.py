@@ -414,7 +414,8 @@ def test_gpu_check_loader_that_keeps_memory_of_the_device_is_started_again(
             self.label = label
             made.append(label)
 
-        def begin(self, source: Path, seconds: float) -> None: ...
+        def begin(self, source: Path, seconds: float, loads: int = 0) -> None:
+            assert loads == (made.count(self.label) > 1), "its later loads are not the first ones"
 
         def ask(self, source: Path, seconds: float) -> dict[str, Any]:
             return {"seconds": 1.0, "left_bytes": 4096 if self.label == "pinned" else 1024}

@@ -23,7 +23,7 @@ from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gdsload.system.stall import STALL_SECONDS, StallWatch
 
-# Fewer bytes are copied by the driver, at 7 GB/s, before threads have been woken up. If there is no
+# Fewer bytes are copied by the driver, at 9 GB/s, before threads have been woken up. If there is no
 # ring yet, pinning one takes longer than the driver needs for fewer bytes than the second
 # (benchmarks/results/gpu-h100.json).
 LEAST_BYTES = 4 << 20

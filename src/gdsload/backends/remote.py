@@ -88,7 +88,7 @@ class RemoteBackend(PumpBackend):
 
     @property
     def _slot_bytes(self) -> int:
-        """The size of a slot: by default that of loads from disks, which share the ring."""
+        """The size of a slot: smaller than the requests of loads to DRAM, as all of a ring is pinned."""
         asked = "request_bytes" in self._asked
         return int(self.settings["request_bytes"]) if asked else SLOT_BYTES
 

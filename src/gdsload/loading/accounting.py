@@ -28,7 +28,6 @@ def record_backend(report: LoadReport, backend: Backend, before: Mapping[str, in
     report.publish()
 
 
-@collector_paused()
 def record_request(
     report: LoadReport,
     backend: Backend,
@@ -48,7 +47,9 @@ def record_request(
         report.paths[path] = report.paths.get(path, 0) + nbytes
         report.cached_bytes += nbytes if path == LOCAL_CACHE else 0
     report.read_bytes += sum(paths.values()) if paths else plan.read_bytes - unread_bytes
-    for facts in backend.facts(request) or [RequestFacts(plan.transfers)]:
+    with collector_paused():
+        found = backend.facts(request) or [RequestFacts(plan.transfers)]
+    for facts in found:
         report.requests += len(facts.transfers)
         report.short_reads += facts.short_reads
         report.retries += facts.retries

@@ -3,7 +3,8 @@ process still imports.
 
     load, prefetch ──► DeviceInit: context ─► pinned ring ─► pipeline, parked at the ring
 
-Errors are only recorded here: the load meets them again and raises them.
+Errors are only recorded here: the load meets them again and raises them. A load waits as long as
+the driver takes, and can be interrupted.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from gdsload.loading.claims import offered
 from gdsload.memory import staging_ring
 from gdsload.memory.host_buffers import current_pool
 from gdsload.system import gpu
+from gdsload.system.cancellation import check
 from gdsload.system.threads import start_thread
 
-# Contexts take seconds on machines with many GPUs. A driver that hangs is reported by the load.
+# Contexts take seconds on machines with many GPUs. A prefetch waits no longer.
 OPEN_SECONDS = 30.0
+# How long a load that fails waits for the driver.
+LEAVE_SECONDS = 0.5
+_POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 
 
 def begin(device: str, backend: str, options: Mapping[str, Any]) -> DeviceInit | None:
@@ -71,9 +76,20 @@ class DeviceInit:
         return device_batch.reached(f"cuda:{gpu.ordinal_of(self._device)}", backend)
 
     def wait(self) -> None:
-        """Waits until the device is initialised, or has failed."""
+        """Waits until the device is initialised, or has failed, but not for ever."""
         if self.refusal or self._thread is None:
             return
         self._thread.join(OPEN_SECONDS)
         if self._thread.is_alive():
             self.refusal = f"it was not opened in {OPEN_SECONDS:.0f} s"
+
+    def finish(self) -> None:
+        """Waits for the end of it, as long as the driver takes. Raises LoadCancelled."""
+        while self._thread is not None and self._thread.is_alive():
+            check()
+            self._thread.join(_POLL_SECONDS)
+
+    def leave(self) -> None:
+        """Called when nobody needs the device any more. The thread may go on for a while."""
+        if self._thread is not None:
+            self._thread.join(LEAVE_SECONDS)

@@ -337,7 +337,6 @@ class Session(quiesce.Holder):
             return False
         return True
 
-    @collector_paused()
     def plan(
         self, ranges: Sequence[ByteRange], *, window_bytes: int = 0, past_cache: str = ""
     ) -> ReadPlan:

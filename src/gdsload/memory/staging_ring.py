@@ -254,8 +254,7 @@ class _Place:
         self.lock = lifecycle.fork_safe_lock(self, "lock")
 
 
-# By kind of memory, device and, in VRAM, size of a slot, in which cuFile's backends differ. One
-# pinned ring serves all loads of a device.
+# By kind of memory, device and size of a slot, in which backends differ.
 _places: dict[tuple[str, int, int], _Place] = {}
 # Rings with slots that reads may still write to. They are freed if these reads complete after all.
 _given_up: list[StagingRing] = []
@@ -271,8 +270,8 @@ def ring_for(
     ring_bytes: int,
     register: Register | None = None,
 ) -> Iterator[StagingRing]:
-    """The ring of this kind and device: the existing one if its slots have this size and it is
-    large enough, else a new one. A new one in VRAM replaces all that are idle there.
+    """The ring of this kind, device and size of slots: the existing one if it is large enough, else
+    a new one. A new one replaces all that are idle there.
 
     The ring is not freed inside this context, in which the caller opens a pipeline through it.
 
@@ -287,9 +286,9 @@ def ring_for(
         PlacementError: no memory for the ring, or loads still use one of another shape, or the
             process ends.
     """
-    place = _places.setdefault((kind, ordinal, slot_bytes if kind == VRAM else 0), _Place())
-    if kind == VRAM and place.ring is None:
-        release_idle(ordinal)
+    place = _places.setdefault((kind, ordinal, slot_bytes), _Place())
+    if place.ring is None:
+        _release_others(kind, ordinal, slot_bytes)
     with place.lock:
         _refuse_at_exit()
         ring = place.ring = _fitting(place, kind, ordinal, slot_bytes, ring_bytes, register)
@@ -325,7 +324,7 @@ def _fitting(
     known = place.ring
     if known is not None:
         native, usable = known.native, known.usable
-        if usable and native.slot_bytes == slot_bytes and native.count >= count:
+        if usable and native.count >= count:
             return known
         if known.retire():
             place.ring = None  # also if the device refuses to free it
@@ -336,13 +335,8 @@ def _fitting(
                     f"the staging ring of cuda:{ordinal} cannot be freed: {error}"
                 ) from error
         else:
-            if usable and native.slot_bytes >= slot_bytes:
-                return known  # of another shape, but in use and good enough
-            if usable and native.lost == 0:
-                raise PlacementError(
-                    f"the staging ring of cuda:{ordinal} has slots of {native.slot_bytes} bytes"
-                    f" and is in use; slots of {slot_bytes} were asked for"
-                )
+            if usable:
+                return known  # smaller, but in use and good enough
             known.give_up()
             _given_up.append(known)
             place.ring = None
@@ -367,6 +361,16 @@ def release_rings(kind: str = "", ordinal: int = -1, only: StagingRing | None = 
                     ring.free()
                     freed += ring.nbytes
     return freed + _release_given_up(kind, ordinal)
+
+
+def _release_others(kind: str, ordinal: int, slot_bytes: int) -> None:
+    """Frees the idle rings of a device with slots of another size. What the device refuses to free
+    stays."""
+    for (its_kind, its_ordinal, size), place in _places.copy().items():
+        ring = place.ring
+        if (its_kind, its_ordinal) == (kind, ordinal) and size != slot_bytes and ring is not None:
+            with suppress(CudaFailure, CuFileFailure):
+                release_rings(kind, ordinal, ring)
 
 
 def _release_given_up(kind: str, ordinal: int) -> int:

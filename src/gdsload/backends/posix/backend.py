@@ -102,7 +102,7 @@ class PosixBackend(PumpBackend):
             Option(
                 "ring_bytes",
                 0,
-                "bytes of pinned DRAM on the way to a device; 0: one slot a read",
+                "bytes of pinned DRAM on the way to a device, at least; 0: one slot a read",
             ),
         )
 
