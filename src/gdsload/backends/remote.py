@@ -88,7 +88,7 @@ class RemoteBackend(PumpBackend):
 
     @property
     def _slot_bytes(self) -> int:
-        """The size of a slot: smaller than the requests of loads to DRAM, as all of a ring is pinned."""
+        """The size of a slot: smaller than requests to DRAM, as all of a ring is pinned."""
         asked = "request_bytes" in self._asked
         return int(self.settings["request_bytes"]) if asked else SLOT_BYTES
 
