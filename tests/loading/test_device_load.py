@@ -14,7 +14,7 @@ import torch
 import gdsload
 import gpudoubles
 from contract import BLOCK
-from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
+from devicetensors import BACKENDS, TorchCuda, device_tensor, odd_tensors, raw
 from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
 from gdsload.loading import device_batch
@@ -300,3 +300,17 @@ def test_load_whose_first_tensors_are_empty_goes_on(doubles: Doubles, tmp_path: 
     got = gdsload.load_file(path, "cuda:0")
     assert got.keys() == tensors.keys()
     assert torch.equal(raw(got["b"]), raw(tensors["b"]))
+
+
+def test_allocator_that_counts_nothing_has_nothing_to_reuse(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As RMM's in place of torch's own."""
+
+    class Uncounted(TorchCuda):
+        def memory_stats_as_nested_dict(self, ordinal: int) -> dict[str, Any]:
+            raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(device_batch, "_torch_cuda", Uncounted)
+    assert device_batch.reusable_bytes(0) == 0
+    assert gdsload.load_file(tiny_checkpoint, "cuda:0")

@@ -480,7 +480,10 @@ def reusable_bytes(ordinal: int) -> int:
     cuda = _torch_cuda()
     if not cuda.is_initialized():
         return 0
-    stats = cuda.memory_stats_as_nested_dict(ordinal)  # a tenth of the time of memory_reserved()
+    try:
+        stats = cuda.memory_stats_as_nested_dict(ordinal)  # in a tenth of memory_reserved()'s time
+    except RuntimeError:  # another allocator in place of torch's counts nothing
+        return 0
     reserved, allocated = stats["reserved_bytes"], stats["allocated_bytes"]
     return int(reserved["all"]["current"] - allocated["all"]["current"])
 
