@@ -1337,6 +1337,7 @@ def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[
     table, digests = f"{'warm' if warm else 'cold'} {source.name}", set()
     longest: dict[str, float] = {}
     known, number = {label: ArmProcess(context, label) for label in labels}, 0
+    ended: set[str] = set()
     for process in known.values():  # all are ready before the first load
         process.begin(source, min(arm_seconds, context.left - 2))
     while known and time.monotonic() < ends:
@@ -1352,6 +1353,10 @@ def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[
                 "round": number,
                 "verdict": "ok",
             }
+            if label in ended:  # the loads after its first one count
+                known[label] = ArmProcess(context, label)
+                known[label].begin(source, min(arm_seconds, context.left - 2), loads=1)
+                ended.discard(label)
             began = time.monotonic()
             try:
                 if context.small and not warm:  # the page cache of others stays
@@ -1379,15 +1384,14 @@ def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[
             if row.get("left_bytes", 0) > conditions.file_bytes // 2:
                 # It does not give memory back, which the others need.
                 known[label].close()
-                known[label] = ArmProcess(context, label)
-                known[label].begin(source, min(arm_seconds, context.left - 2), loads=1)
+                ended.add(label)
         number += 1
         if number > 1 and all(time.monotonic() + longest.get(label, 0) > ends for label in known):
             break
         if context.small and number == 2:
             break
-    for process in known.values():
-        process.close()
+    for label in known.keys() - ended:
+        known[label].close()
 
 
 def turned(labels: list[str], number: int) -> list[str]:

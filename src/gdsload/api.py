@@ -516,10 +516,12 @@ def _opened(
     report = LoadReport(title, device=target, on_event=settings.on_event)
     with report.whole(), ExitStack() as stack:
         device_init = None
-        if target.partition(":")[0] == "cuda" and single and os.path.exists(source):  # type: ignore[arg-type]
+        if target.partition(":")[0] == "cuda":
             from gdsload.loading.device_init import begin
 
-            if device_init := begin(target, settings.backend, settings.options):
+            paths: Any = [source] if single else source
+            first = next(iter(paths), "")
+            if device_init := begin(target, settings.backend, settings.options, first):
                 stack.callback(device_init.leave)
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))

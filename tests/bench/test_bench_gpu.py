@@ -85,7 +85,15 @@ def test_targets_are_the_bus_and_the_fastest_other_loader(
 def test_few_loads_are_no_measurement(tmp_path: Path) -> None:
     ours, others = loads("gdsload", [0.9, 0.02, 0.02]), loads("runai", [0.04] * 9)
     aims = gpu.aims(gpu.result_of(checked(tmp_path, ours, others), "abc"))
-    assert [each[2:] for each in aims] == [["not measured: 2 loads", ""]]
+    assert [each[2:] for each in aims] == [["not measured: 2 loads of gdsload", ""]]
+    aims = gpu.aims(gpu.result_of(checked(tmp_path, others, loads("pinned", [0.02] * 9)), "abc"))
+    assert [each[2] for each in aims] == ["not measured: 0 loads of gdsload"] * 2
+    ours = loads("gdsload", [0.02] * 9)
+    aims = gpu.aims(gpu.result_of(checked(tmp_path, ours, loads("pinned", [0.02] * 2)), "abc"))
+    assert [each[2] for each in aims] == [
+        "not measured: 1 loads of pinned",
+        "not measured: 0 loads of another loader",
+    ]
 
 
 def test_directory_without_a_check_is_refused(

@@ -193,8 +193,9 @@ def test_load_that_waits_for_the_device_can_be_cancelled(
 ) -> None:
     go = threading.Event()
 
-    def hangs(ordinal: int) -> None:
+    def hangs(ordinal: int, real: Any = gpu.device) -> Device:
         go.wait(PATIENCE_SECONDS)
+        return real(ordinal)  # type: ignore[no-any-return]
 
     def cancelled() -> None:
         raise LoadCancelled("enough")
@@ -204,7 +205,11 @@ def test_load_that_waits_for_the_device_can_be_cancelled(
     monkeypatch.setattr(gpu, "device", hangs)
     with pytest.raises(LoadCancelled):
         gdsload.load_file(tiny_checkpoint, "cuda:0", options=SMALL)
+    with pytest.raises(GdsloadError, match="cuda:0 is being initialised"):
+        gdsload.quiesce(0.0)
     go.set()
+    gdsload.quiesce(PATIENCE_SECONDS)
+    assert staging_ring.rings() == []
 
 
 def test_device_that_is_no_gpu_needs_none(tiny_checkpoint: Path) -> None:

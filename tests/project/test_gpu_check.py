@@ -433,7 +433,7 @@ def test_gpu_check_loader_that_keeps_memory_of_the_device_is_started_again(
     context = script.Context(gpu, tmp_path, tmp_path, True, False, ends, [], [])
     rows = list(script.rounds(context, tmp_path, True, ends))
     assert [row["verdict"] for row in rows] == ["ok"] * 6
-    assert sorted(made) == ["gdsload", "pinned", "pinned", "pinned", "safetensors-mmap"]
+    assert sorted(made) == ["gdsload", "pinned", "pinned", "safetensors-mmap"]
     assert sorted(ended) == sorted(made)
 
 

@@ -48,7 +48,8 @@ WHOLE_BYTES = 256 << 20
 # ring, or so many tensors.
 FIRST_BYTES = 64 << 20
 FIRST_TENSORS = 128
-LEAST_BYTES = 1 << 20  # of the group after it, which all may be empty before
+LEAST_BYTES = 1 << 20  # of the group after it: all tensors before may be empty
+UNKNOWN_BYTES = 1 << 62  # an allocator does not tell what it can reuse
 # When one slice is copied from host memory, up to this many slices after it are copied as well.
 COPIED_AT_ONCE = 256
 # torch's allocator rounds sizes up to multiples of the first. For sizes up to the second it has
@@ -83,7 +84,7 @@ def starting_windows(
     session: Session, infos: list[TensorInfo], nbytes: int
 ) -> Iterator[list[TensorInfo]]:
     """Groups of tensors, of `nbytes` bytes in all, to post one after the other, so that the first
-    is read while the others are planned. Each is as large as all before it.
+    is read while the others are planned. Each is about as large as all before it.
 
     Raises PlacementError, before the first group, if the device is too full for all.
     """
@@ -482,8 +483,8 @@ def reusable_bytes(ordinal: int) -> int:
         return 0
     try:
         stats = cuda.memory_stats_as_nested_dict(ordinal)  # in a tenth of memory_reserved()'s time
-    except RuntimeError:  # another allocator in place of torch's counts nothing
-        return 0
+    except RuntimeError:  # another allocator in place of torch's counts nothing: it will tell
+        return UNKNOWN_BYTES
     reserved, allocated = stats["reserved_bytes"], stats["allocated_bytes"]
     return int(reserved["all"]["current"] - allocated["all"]["current"])
 

@@ -9,6 +9,7 @@ the driver takes, and can be interrupted.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from gdsload.loading import device_batch
 from gdsload.loading.claims import offered
 from gdsload.memory import staging_ring
 from gdsload.memory.host_buffers import current_pool
-from gdsload.system import gpu
+from gdsload.system import gpu, quiesce
 from gdsload.system.cancellation import check
 from gdsload.system.threads import start_thread
 
@@ -28,36 +29,59 @@ LEAVE_SECONDS = 0.5
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 
 
-def begin(device: str, backend: str, options: Mapping[str, Any]) -> DeviceInit | None:
-    """Begins what the first load to a device needs; None if it is there, if the backend does not
-    read through host memory, or if the bytes may be in memory already."""
+def begin(
+    device: str, backend: str, options: Mapping[str, Any], path: str | os.PathLike[str]
+) -> DeviceInit | None:
+    """Begins what the first load of this path to a device needs; None if it is there, if the
+    backend does not read through host memory, or if the bytes may be in memory already."""
     if backend not in ("auto", "posix") or offered() or current_pool() is not None:
         return None
     ordinal = gpu.ordinal_of(device)
     if any((ring.kind, ring.ordinal) == (DRAM, ordinal) for ring in staging_ring.rings()):
         return None
-    return DeviceInit(device, options, ring=True)
+    return DeviceInit(device, options, ring=True, path=path)
 
 
-class DeviceInit:
+class DeviceInit(quiesce.Holder):
     """The initialisation of one device."""
 
-    def __init__(self, device: str, options: Mapping[str, Any], *, ring: bool) -> None:
-        """Begins at once. `options` are the load's. Without `ring` only the context is opened."""
+    def __init__(
+        self,
+        device: str,
+        options: Mapping[str, Any],
+        *,
+        ring: bool,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Begins at once. `options` are the load's. Without `ring` only the context is opened, and
+        nothing if there is no such path: a process that loads nothing may still be forked."""
         self.refusal = ""
         self._device, self._options = device, dict(options)
-        self._ring = ring
+        self._ring, self._path = ring, path
+        quiesce.register(self)
         self._thread = start_thread(self._run, "gdsload-device")
         if self._thread is None:
             self.refusal = "no thread could be started to open it"
 
     def _run(self) -> None:
         try:
+            # In this thread: a mount may hang.
+            if self._path is not None and not os.path.exists(self._path):
+                return
             gpu.device(gpu.ordinal_of(self._device))
             if self._ring:
                 self._open_pipeline()
         except Exception as error:  # the load raises the same error
             self.refusal = str(error)
+
+    def busy(self) -> str:
+        alive = self._thread is not None and self._thread.is_alive()
+        return f"{self._device} is being initialised" if alive else ""
+
+    def quiesce(self) -> None:
+        """Frees the ring, which may be newer than this `quiesce`."""
+        staging_ring.release_rings(DRAM, gpu.ordinal_of(self._device))
+        quiesce.unregister(self)
 
     def _open_pipeline(self) -> None:
         from gdsload.backends.auto.backend import AutoBackend

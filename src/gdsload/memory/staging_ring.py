@@ -1,5 +1,5 @@
-"""Staging rings: memory that is registered once per process and device, and that loads pass
-through.
+"""Staging rings: memory that is registered once per process, device and size of a slot, and that
+loads pass through.
 
     file ──► slot of the ring ──► copy ──► device buffer
                  ▲── free again ──┘
@@ -271,7 +271,8 @@ def ring_for(
     register: Register | None = None,
 ) -> Iterator[StagingRing]:
     """The ring of this kind, device and size of slots: the existing one if it is large enough, else
-    a new one. A new one replaces all that are idle there.
+    a new one. A smaller one that is in use is not replaced. Those that are idle there, with slots
+    of another size, are freed.
 
     The ring is not freed inside this context, in which the caller opens a pipeline through it.
 
@@ -287,8 +288,7 @@ def ring_for(
             process ends.
     """
     place = _places.setdefault((kind, ordinal, slot_bytes), _Place())
-    if place.ring is None:
-        _release_others(kind, ordinal, slot_bytes)
+    _release_others(kind, ordinal, slot_bytes)
     with place.lock:
         _refuse_at_exit()
         ring = place.ring = _fitting(place, kind, ordinal, slot_bytes, ring_bytes, register)
@@ -370,7 +370,8 @@ def _release_others(kind: str, ordinal: int, slot_bytes: int) -> None:
         ring = place.ring
         if (its_kind, its_ordinal) == (kind, ordinal) and size != slot_bytes and ring is not None:
             with suppress(CudaFailure, CuFileFailure):
-                release_rings(kind, ordinal, ring)
+                if not lifecycle.is_ending():
+                    release_rings(kind, ordinal, ring)
 
 
 def _release_given_up(kind: str, ordinal: int) -> int:
