@@ -13,7 +13,7 @@ import importlib.util
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +90,25 @@ def result_of(directory: Path, commit: str) -> Result:
         ],
         "tables": tables_of(rows),
         "models": [
-            {"name": row["name"], "seconds": {
-                OURS: row["gdsload_seconds"], "transformers": row["transformers_seconds"]}}
+            {
+                "name": row["name"],
+                "seconds": {
+                    OURS: row["gdsload_seconds"],
+                    "transformers": row["transformers_seconds"],
+                },
+            }
             for row in models
         ],
         "steps": [
-            {key: value for key, value in row.items()
-             if key not in ("section", "verdict", "row_seconds")}
-            for row in steps if len(row) > 4
+            {
+                key: value
+                for key, value in row.items()
+                if key not in ("section", "verdict", "row_seconds")
+            }
+            for row in steps
+            if len(row) > 4
         ],
-    }  # fmt: skip
+    }
 
 
 def later(arm: Result) -> list[float]:
@@ -118,12 +127,17 @@ def _loads(result: Result) -> Iterator[str]:
         for arm in sorted(table["arms"], key=lambda arm: statistics.median(later(arm) or [9e9])):
             if took := later(arm):
                 median = statistics.median(took)
-                rows.append([
-                    arm["label"], f"{median:.3f}", f"{min(took):.3f} to {max(took):.3f}",
-                    f"{table['bytes'] / median / 1e9:.1f}",
-                    f"{arm['cpu_s']:.2f}",
-                    f"{arm['seconds'][0]:.3f}", str(len(took)),
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        arm["label"],
+                        f"{median:.3f}",
+                        f"{min(took):.3f} to {max(took):.3f}",
+                        f"{table['bytes'] / median / 1e9:.1f}",
+                        f"{arm['cpu_s']:.2f}",
+                        f"{arm['seconds'][0]:.3f}",
+                        str(len(took)),
+                    ]
+                )
         head = ["loader", "median s", "min to max", "GB/s", "CPU s", "first load, s", "loads"]
         yield f"{table['table']}, {table['bytes'] / 1e9:.2f} GB:\n\n{tables.markdown(head, rows)}"
 
@@ -175,33 +189,46 @@ def table(result: Result) -> str:
     return "\n\n".join(parts)
 
 
+def _of_pinned(medians: dict[str, float]) -> tuple[str, bool]:
+    share = medians[PINNED] / medians[OURS]
+    return f"{share:.2f}", share >= LEAST_SHARE
+
+
+def _of_fastest(medians: dict[str, float]) -> tuple[str, bool]:
+    best = min(others_in(medians), key=medians.__getitem__)
+    words = f"{medians[OURS]:.3f} s, {best} {medians[best]:.3f} s"
+    return words, medians[OURS] <= medians[best] * MOST_SECONDS
+
+
+def others_in(labels: Iterable[str]) -> list[str]:
+    """The labels of other loaders."""
+    return [label for label in labels if label.partition(":")[0] not in (OURS, PINNED)]
+
+
 def aims(result: Result) -> list[list[str]]:
     """The targets of each table, as of the other results."""
     found = []
     for each in result["tables"]:
-        name, known = each["table"], {arm["label"]: later(arm) for arm in each["arms"]}
+        loads = {arm["label"]: later(arm) for arm in each["arms"]}
         medians = {
             label: statistics.median(took)
-            for label, took in known.items()
+            for label, took in loads.items()
             if len(took) >= LEAST_LOADS
         }
-        others = [each for each in medians if each.partition(":")[0] not in (OURS, PINNED)]
-        goals = {"the rate of pinned memory": f"{LEAST_SHARE} of it"} if PINNED in known else {}
-        goals["the fastest loader"] = "no slower than any other"
-        for goal, wanted in goals.items():
-            needed = [OURS, PINNED] if goal != "the fastest loader" else [OURS, *(others or [""])]
-            if lacks := [label for label in needed if label not in medians]:
-                loads = f"{len(known.get(lacks[0], []))} loads of {lacks[0] or 'another loader'}"
-                found.append([f"{name}: {goal}", wanted, f"not measured: {loads}", ""])
-            elif goal == "the fastest loader":
-                best = min(others, key=medians.__getitem__)
-                met = medians[OURS] <= medians[best] * MOST_SECONDS
-                words = f"{medians[OURS]:.3f} s, {best} {medians[best]:.3f} s"
-                found.append([f"{name}: {goal}", wanted, words, "met" if met else "missed"])
+        compared = others_in(medians) or ["another loader"]
+        goals = [("the fastest loader", "no slower than any other", compared, _of_fastest)]
+        if PINNED in loads:
+            pinned = ("the rate of pinned memory", f"{LEAST_SHARE} of it", [PINNED], _of_pinned)
+            goals.insert(0, pinned)
+        for goal, wanted, needed, judge in goals:
+            lacking = next((label for label in [OURS, *needed] if label not in medians), "")
+            if lacking:
+                number = len(loads.get(lacking, []))
+                measured, said = f"not measured: {number} loads of {lacking}", ""
             else:
-                share = medians[PINNED] / medians[OURS]
-                said = "met" if share >= LEAST_SHARE else "missed"
-                found.append([f"{name}: {goal}", wanted, f"{share:.2f}", said])
+                measured, met = judge(medians)
+                said = "met" if met else "missed"
+            found.append([f"{each['table']}: {goal}", wanted, measured, said])
     return found
 
 
@@ -217,8 +244,10 @@ def notes(result: Result) -> str:
         "- a loader that misses rounds had no memory left on the GPU, which another one kept",
     ]
     if cold is not None:
-        lines.append(f"- cold: {several(max(len(a['seconds']) for a in cold['arms']), 'round')},"
-                     " the page cache is dropped before each load")  # fmt: skip
+        lines.append(
+            f"- cold: {several(max(len(a['seconds']) for a in cold['arms']), 'round')},"
+            " the page cache is dropped before each load"
+        )
     return "\n".join(lines)
 
 

@@ -278,7 +278,7 @@ class LoadReport:
         ]
         paths = [f"{path} {size(nbytes)}" for path, nbytes in self.paths.items() if nbytes]
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
-        if took := self.reading_seconds:
+        if self.read_bytes and (took := self.reading_seconds):
             rate = size(self.read_bytes / took)
             lines.append(f"read: {size(self.read_bytes)} in {took:.3f} s, {rate}/s")
         if self.filesystem:

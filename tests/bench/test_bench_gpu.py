@@ -10,29 +10,54 @@ import pytest
 from benchmarks import gpu, render
 
 MACHINE = {
-    "kernel": "6.18", "cpu": "A CPU", "cores": 16, "memory_bytes": 128 << 30, "filesystem": "ext4",
-    "mount_options": "rw", "disk": {"name": "vda"}, "versions": {"torch": "2.11.0"},
+    "kernel": "6.18",
+    "cpu": "A CPU",
+    "cores": 16,
+    "memory_bytes": 128 << 30,
+    "filesystem": "ext4",
+    "mount_options": "rw",
+    "disk": {"name": "vda"},
+    "versions": {"torch": "2.11.0"},
     "gpus": ["NVIDIA H100 80GB HBM3, 81559 MiB, 580"],
-}  # fmt: skip
+}
 
 
 def loads(arm: str, seconds: list[float], table: str = "warm m") -> list[dict[str, Any]]:
     return [
-        {"section": "tables", "name": arm, "table": table, "arm": arm, "round": number,
-         "verdict": "ok", "seconds": took, "cpu_s": took / 2, "bytes": 1_000_000_000}
+        {
+            "section": "tables",
+            "name": arm,
+            "table": table,
+            "arm": arm,
+            "round": number,
+            "verdict": "ok",
+            "seconds": took,
+            "cpu_s": took / 2,
+            "bytes": 1_000_000_000,
+        }
         for number, took in enumerate(seconds)
-    ]  # fmt: skip
+    ]
 
 
 def checked(directory: Path, *loads: list[dict[str, Any]]) -> Path:
     rows: list[dict[str, Any]] = [
         {"section": "facts", "name": "machine", "verdict": "ok", "machine": MACHINE},
         {"section": "facts", "name": "versions", "verdict": "ok", "cuda": 13000},
-        {"section": "micro", "name": "host to device: allocated", "verdict": "ok",
-         "1024 KiB, 1 streams, GB/s": 40.0, "2048 KiB, 1 streams, GB/s": 50.0},
-        {"section": "model", "name": "from_pretrained, dtype=auto", "verdict": "exact",
-         "gdsload_seconds": [0.1, 0.2], "transformers_seconds": [0.4, 0.5]},
-    ]  # fmt: skip
+        {
+            "section": "micro",
+            "name": "host to device: allocated",
+            "verdict": "ok",
+            "1024 KiB, 1 streams, GB/s": 40.0,
+            "2048 KiB, 1 streams, GB/s": 50.0,
+        },
+        {
+            "section": "model",
+            "name": "from_pretrained, dtype=auto",
+            "verdict": "exact",
+            "gdsload_seconds": [0.1, 0.2],
+            "transformers_seconds": [0.4, 0.5],
+        },
+    ]
     rows += [row for table in loads for row in table]
     lines = "\n".join(map(json.dumps, rows))
     (directory / "results.jsonl").write_text(lines + '\n{"section": "cut sho')
@@ -53,8 +78,11 @@ def test_result_has_each_load_and_its_page_the_medians_without_the_first(tmp_pat
     assert (result["kind"], result["commit"], result["machine"]) == ("gpu", "abc", MACHINE)
     (table,) = result["tables"]
     assert {arm["label"]: arm["seconds"] for arm in table["arms"]}["runai"] == [
-        0.5, 0.08, 0.06, 0.08,
-    ]  # fmt: skip
+        0.5,
+        0.08,
+        0.06,
+        0.08,
+    ]
     text = render.words_of(kept).table
     assert "| gdsload |    0.040 | 0.020 to 0.040 | 25.0 |  0.02 |         0.900 |     3 |" in text
     assert "from_pretrained, dtype=auto | 0.10, 0.20 |   0.40, 0.50 |" in text

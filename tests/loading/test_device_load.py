@@ -302,7 +302,7 @@ def test_load_whose_first_tensors_are_empty_goes_on(doubles: Doubles, tmp_path: 
     assert torch.equal(raw(got["b"]), raw(tensors["b"]))
 
 
-def test_allocator_that_counts_nothing_has_nothing_to_reuse(
+def test_allocator_that_counts_nothing_tells_itself_what_it_lacks(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As RMM's in place of torch's own."""

@@ -64,8 +64,7 @@ def copy_to_device(
     """
     ordinal, nbytes = gpu.ordinal_of(device), sum(each.nbytes for each in copies)
     slot_bytes, ring_bytes, least = SLOT_BYTES, RING_BYTES, LEAST_BYTES_WITHOUT_RING
-    known = [ring for ring in staging_ring.rings() if (ring.kind, ring.ordinal) == (DRAM, ordinal)]
-    if known:
+    if known := staging_ring.rings(DRAM, ordinal):
         largest = max(known, key=lambda ring: ring.nbytes)
         slot_bytes, ring_bytes, least = largest.native.slot_bytes, largest.nbytes, LEAST_BYTES
     if nbytes < least or any(throttle()):

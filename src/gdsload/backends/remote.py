@@ -30,7 +30,7 @@ from gdsload.backends.base import (
     Support,
     require_own_process,
 )
-from gdsload.backends.posix.backend import MOST_RING_BYTES, REQUEST_BYTES as SLOT_BYTES
+from gdsload.backends.posix.backend import MOST_RING_BYTES, REQUEST_BYTES
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable, ReadError, RemoteError
 from gdsload.memory import DRAM, VRAM
@@ -90,7 +90,7 @@ class RemoteBackend(PumpBackend):
     def _slot_bytes(self) -> int:
         """The size of a slot: smaller than requests to DRAM, as all of a ring is pinned."""
         asked = "request_bytes" in self._asked
-        return int(self.settings["request_bytes"]) if asked else SLOT_BYTES
+        return int(self.settings["request_bytes"]) if asked else REQUEST_BYTES
 
     def limits(self, device: str = "cpu") -> Limits:
         return Limits(

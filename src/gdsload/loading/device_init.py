@@ -36,8 +36,7 @@ def begin(
     backend does not read through host memory, or if the bytes may be in memory already."""
     if backend not in ("auto", "posix") or offered() or current_pool() is not None:
         return None
-    ordinal = gpu.ordinal_of(device)
-    if any((ring.kind, ring.ordinal) == (DRAM, ordinal) for ring in staging_ring.rings()):
+    if staging_ring.rings(DRAM, gpu.ordinal_of(device)):
         return None
     return DeviceInit(device, options, ring=True, path=path)
 

@@ -284,11 +284,12 @@ def ring_for(
         register: see `StagingRing`.
 
     Raises:
-        PlacementError: no memory for the ring, or loads still use one of another shape, or the
-            process ends.
+        PlacementError: no memory for the ring, or the process ends.
     """
     place = _places.setdefault((kind, ordinal, slot_bytes), _Place())
-    _release_others(kind, ordinal, slot_bytes)
+    for other in rings(kind, ordinal):
+        if other.native.slot_bytes != slot_bytes:
+            release_idle(ordinal, other)
     with place.lock:
         _refuse_at_exit()
         ring = place.ring = _fitting(place, kind, ordinal, slot_bytes, ring_bytes, register)
@@ -363,17 +364,6 @@ def release_rings(kind: str = "", ordinal: int = -1, only: StagingRing | None = 
     return freed + _release_given_up(kind, ordinal)
 
 
-def _release_others(kind: str, ordinal: int, slot_bytes: int) -> None:
-    """Frees the idle rings of a device with slots of another size. What the device refuses to free
-    stays."""
-    for (its_kind, its_ordinal, size), place in _places.copy().items():
-        ring = place.ring
-        if (its_kind, its_ordinal) == (kind, ordinal) and size != slot_bytes and ring is not None:
-            with suppress(CudaFailure, CuFileFailure):
-                if not lifecycle.is_ending():
-                    release_rings(kind, ordinal, ring)
-
-
 def _release_given_up(kind: str, ordinal: int) -> int:
     """The same for rings that were given up and whose reads have completed after all."""
     freed = 0
@@ -386,11 +376,11 @@ def _release_given_up(kind: str, ordinal: int) -> int:
 
 
 def release_idle(ordinal: int, only: StagingRing | None = None) -> None:
-    """Frees the rings of VRAM of a device that no load uses, or one of them. Memory that the device
-    refuses to free stays."""
+    """Frees the rings of VRAM of a device that no load uses, or `only` this ring. Memory that the
+    device refuses to free stays."""
     with suppress(CudaFailure, CuFileFailure):
         if not lifecycle.is_ending():  # then `_end` frees them, before CUDA ends
-            release_rings(VRAM, ordinal, only)
+            release_rings(VRAM if only is None else only.kind, ordinal, only)
 
 
 def _end() -> None:
@@ -411,7 +401,14 @@ def _end() -> None:
 lifecycle.at_exit(lifecycle.RINGS, _end)
 
 
-def rings() -> list[StagingRing]:
-    """The rings of this process."""
+def rings(kind: str = "", ordinal: int = -1) -> list[StagingRing]:
+    """The rings of this process: all of them, or those of one kind and device."""
     found = (place.ring for place in _places.copy().values())
-    return [ring for ring in found if ring is not None and ring.pid == os.getpid()]
+    return [
+        ring
+        for ring in found
+        if ring is not None
+        and ring.pid == os.getpid()
+        and kind in ("", ring.kind)
+        and ordinal in (-1, ring.ordinal)
+    ]

@@ -230,7 +230,7 @@ class AutoBackend(Backend):
         self._probe_others()
         names = [name for name in registry.BUILT_IN if name in self._candidates]
         ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
-        rings = {each.kind for each in staging_ring.rings() if each.ordinal == ordinal}
+        rings = {each.kind for each in staging_ring.rings(ordinal=ordinal)}
         ready = [name for name in names if (DRAM if name == LAST else VRAM) in rings]
         found = Benchmark(names, path, self._device, nbytes, ready, self._options)
         for name in names:
