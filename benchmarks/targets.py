@@ -191,6 +191,19 @@ def flat(result: Result) -> Found:
     return Found(f"{many / few:.2f} times", many / few < 2)
 
 
+def pinned_rate(share: float) -> Callable[[Result], Found]:
+    """That share of the rate of the limit, the slower of the bus and the disk."""
+
+    def measure(result: Result) -> Found:
+        limit = tables.yardstick(result)
+        if limit is None:
+            raise KeyError("no limit")
+        ratio = seconds(result, limit) / seconds(result, OURS)
+        return Found(f"{ratio:.2f} of {limit}", ratio >= share)
+
+    return measure
+
+
 SMALL, LARGE = "qwen3-0.6b", "qwen2.5-7b"
 # After the colon, the state of memory.
 COLD = tuple(
@@ -228,6 +241,10 @@ TARGETS = (
     Target("process start with prefetch", "10 % over the longer half",
            (f"start-{SMALL}", f"start-{LARGE}"), process_start),
     Target("20 models through a 4 GiB pool: growth", "none", ("pool",), grown),
+    # Its other targets, which gpu-check measures, are those of `gpu.aims`.
+    Target("GPU, cold", "0.95 of fio or of pinned memory",
+           (f"cold-{SMALL}-small-cuda", f"cold-{LARGE}-small-cuda"), pinned_rate(0.95)),
+    Target("GPU, cold", "no slower than any other", (f"cold-{LARGE}-small-cuda",), fastest),
 )  # fmt: skip
 NOT_THERE, TRIAL = "not measured", "the result is a trial of few rounds"
 LEAST_ROUNDS = 3
