@@ -132,41 +132,70 @@ def measure(
     arms: list[Arm],
     left_out: dict[str, str],
 ) -> Measured:
-    """Raises NotWhatItSays when runs do not add up."""
+    """Ctrl-C ends it, and the rounds that are complete count. Raises NotWhatItSays when runs do not
+    add up."""
     with ExitStack() as copies:
         judges = judges_of(arms, conditions, left_out, copies)
         runs: list[dict[str, Any]] = []
         costs: dict[str, dict[str, list[float]]] = {
             memory.state: {"huge": [], "small": []} for memory in memories if len(memories) > 1
         }
-        nbytes = conditions["tensors"].file_bytes
         for repeat in range(options.repeats):
-            checked = repeat == 0 and not options.no_checksums
-            for memory in records.in_turn(memories, repeat):
-                if found := costs.get(memory.state):
-                    conditions["tensors"].make_cache()
-                    for kind, took in pages.costs(memory, nbytes).items():
-                        found[kind].append(took)
-                for arm in records.in_turn(arms, repeat):
-                    if arm.label in left_out:
-                        continue
-                    try:
-                        facts = judges[arm.label].run(arm, memory, checked=checked)
-                    except ArmFailed as error:
-                        left_out[arm.label] = f"failed in round {repeat + 1}: {error}"
-                        runs = [run for run in runs if run["arm"] != arm.label]
-                        print(f"  left out: {arm.label}: {error}", file=sys.stderr)
-                        continue
-                    runs.append({"arm": arm.label, "state": memory.state, **facts})
-                    print(
-                        f"  {repeat + 1}/{options.repeats} {memory.state} {arm.label}:"
-                        f" {facts['seconds']:.3f} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+            try:
+                found, round_costs = one_round(
+                    options, conditions["tensors"], memories, arms, judges, left_out, repeat
+                )
+            except KeyboardInterrupt:
+                if repeat == 0:
+                    raise
+                print(f"interrupted: {repeat} rounds are complete", file=sys.stderr)
+                options.repeats = repeat
+                break
+            runs += found
+            for state, kinds in round_costs.items():
+                for kind, took in kinds.items():
+                    costs[state][kind].append(took)
+    runs = [run for run in runs if run["arm"] not in left_out]
     judged = {id(judge): judge for judge in judges.values()}
     discarded = [run for judge in judged.values() for run in judge.discarded]
     return Measured(arms, runs, discarded, left_out, costs)
+
+
+def one_round(
+    options: argparse.Namespace,
+    tensors: Conditions,
+    memories: list[Memory],
+    arms: list[Arm],
+    judges: dict[str, Judge],
+    left_out: dict[str, str],
+    repeat: int,
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """A run of each arm in each state, and the costs of a first touch in each of several states.
+    An arm that fails is added to `left_out`."""
+    runs: list[dict[str, Any]] = []
+    costs: dict[str, dict[str, float]] = {}
+    checked = repeat == 0 and not options.no_checksums
+    for memory in records.in_turn(memories, repeat):
+        if len(memories) > 1:
+            tensors.make_cache()
+            costs[memory.state] = pages.costs(memory, tensors.file_bytes)
+        for arm in records.in_turn(arms, repeat):
+            if arm.label in left_out:
+                continue
+            try:
+                facts = judges[arm.label].run(arm, memory, checked=checked)
+            except ArmFailed as error:
+                left_out[arm.label] = f"failed in round {repeat + 1}: {error}"
+                print(f"  left out: {arm.label}: {error}", file=sys.stderr)
+                continue
+            runs.append({"arm": arm.label, "state": memory.state, **facts})
+            print(
+                f"  {repeat + 1}/{options.repeats} {memory.state} {arm.label}:"
+                f" {facts['seconds']:.3f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+    return runs, costs
 
 
 def judges_of(

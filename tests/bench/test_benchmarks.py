@@ -163,6 +163,38 @@ def test_cold_several_states_make_one_table(
         assert [len(found["seconds"]) for found in arm["states"].values()] == [2, 2]
     assert "huge: s (min to max)" in answer.stdout
     assert "first touch of 2 MiB" in answer.stdout
+
+
+@pytest.mark.usefixtures("disk")
+def test_cold_interrupt_keeps_complete_rounds(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring.program("pages"), "UNITS", 2)
+    judged, real = [], judge.Judge.run
+
+    def run_until_ctrl_c(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        if len(judged) == 3:  # the second state of the second round
+            raise KeyboardInterrupt
+        judged.append(real(*args, **kwargs))
+        return judged[-1]
+
+    monkeypatch.setattr(judge.Judge, "run", run_until_ctrl_c)
+    output = tmp_path / "states.json"
+    answer = run(
+        "bench", "cold", tiny_checkpoint, "--repeats", "5", "--state", "huge", "none",
+        "--neighbours", "--arms", "gdsload", "--output", output,
+    )  # fmt: skip
+    assert answer.exit_code == 0, answer.output
+    kept = json.loads(output.read_text())
+    assert kept["conditions"]["repeats"] == 1
+    assert [len(found["seconds"]) for found in kept["arms"][0]["states"].values()] == [1, 1]
+    assert all(len(found["small"]) == 1 for found in kept["page_costs"].values())
+    judged.clear()
+    judged += [{}] * 3  # now in the first round
+    output.unlink()
+    words = "--neighbours", "--arms", "gdsload", "--output", output
+    assert run("bench", "cold", tiny_checkpoint, *words).exit_code != 0
+    assert not output.exists()
     assert pictures.drawing(kept) is not None
 
 
