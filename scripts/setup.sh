@@ -92,17 +92,23 @@ get() { # what-for debian-packages fedora-packages   0 when they are there
 }
 
 python=
-for candidate in ${PYTHON:-} python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-        # The interpreter itself, not a shim that may choose another one later.
-        python=$("$candidate" -c 'import sys; print(sys.executable)')
-        break
-    fi
-done
-if [ -z "$python" ] && is_root && get "none of 3.10 or newer is here" python3 python3; then
-    python=$(command -v python3)
+find_python() { # candidates...   the first of 3.10 or newer
+    for candidate; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            # The interpreter itself, not a shim that may choose another one later.
+            python=$("$candidate" -c 'import sys; print(sys.executable)')
+            return 0
+        fi
+    done
+    return 1
+}
+if [ -n "${PYTHON:-}" ]; then
+    find_python "$PYTHON" || die "PYTHON=$PYTHON is not Python 3.10 or newer"
+else
+    find_python python3 python3.14 python3.13 python3.12 python3.11 python3.10 ||
+        { is_root && get "none of 3.10 or newer is here" python3 python3 && find_python python3; } ||
+        die "there is no Python 3.10 or newer; install one, or name it with PYTHON="
 fi
-[ -n "$python" ] || die "there is no Python 3.10 or newer; install one, or name it with PYTHON="
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 # shellcheck disable=SC2086 # as in has_liburing

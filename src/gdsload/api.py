@@ -221,7 +221,7 @@ def load_file(
         tensors = load(session, infos, wanted.read_bytes, target, advance)
         if wanted.whole:
             return tensors
-        return dict(wanted.assembled((name, tensors.pop(name)) for name in list(tensors)))
+        return dict(wanted.assembled((info.name, tensors.pop(info.name)) for info in infos))
 
 
 def load_into(

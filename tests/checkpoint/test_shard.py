@@ -205,12 +205,14 @@ def test_file_that_another_one_took_the_place_of_is_not_opened_again(path: Path)
     quiesce_shards([shard])
     assert not shard.closed
     replace(path)
-    with pytest.raises(FileChanged, match=r"while it was read: it became another file$"):
+    for _ in range(2):
+        with pytest.raises(FileChanged, match=r"it became another file$") as caught:
+            shard.read(0, 1)
+        assert caught.value.path == str(path)
+    assert not shard.closed
+    shard.close()
+    with pytest.raises(CheckpointError, match="the checkpoint is closed"):
         shard.read(0, 1)
-    assert shard.closed
-    with pytest.raises(CheckpointError, match="the checkpoint is closed") as caught:
-        shard.read(0, 1)
-    assert caught.value.path == str(path)
 
 
 def test_quiesced_file_is_opened_again_after_ctrl_c_while_it_was_closed(

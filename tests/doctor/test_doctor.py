@@ -18,6 +18,7 @@ from gdsload.backends import Support, register_backend, registry
 from gdsload.backends.posix.engines import ENGINES
 from gdsload.doctor import gpu, limits, software, storage
 from gdsload.doctor.finding import Diagnosis, Finding, Verdict
+from gdsload.remote.object_store import INSTALL_HINT
 
 
 def machine(root: Path, files: dict[str, str]) -> str:
@@ -229,7 +230,7 @@ def test_client_of_object_stores_is_reported_with_its_extra(
     monkeypatch.setattr(software, "package", lambda name: Finding(name, "yes", "1.2"))
     assert "1.2: reads s3://" in software.remote_client().detail
     monkeypatch.setattr(software, "package", lambda name: Finding(name, "no", "not installed"))
-    assert "gdsload[remote]" in software.remote_client().hint
+    assert software.remote_client().hint == INSTALL_HINT
 
 
 def test_engine_failure_has_reasons_and_hint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,25 @@ def test_adapter_in_the_hub_cache_is_one_for_an_auto_class(tmp_path: Path) -> No
         architecture("org/none", **words)
 
 
+def test_adapter_in_a_folder_of_its_own_is_found_by_its_keywords(tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises((OSError, ValueError), match="config"):
+        architecture(tmp_path)
+    found = architecture(tmp_path, adapter_kwargs={"subfolder": "lora"})
+    assert found is transformers.AutoModelForCausalLM
+
+
+def test_class_without_weights_gets_its_own_backend(tmp_path: Path) -> None:
+    class Processor:
+        @classmethod
+        def from_pretrained(cls, source: Any, **words: Any) -> Any:
+            return words
+
+    assert gdsload.from_pretrained(tmp_path, cls=Processor, backend="pil") == {"backend": "pil"}
+    assert gdsload.from_pretrained(tmp_path, cls=Processor) == {}
+
+
 def test_adapter_equals_transformers(qwen: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     base = transformers.AutoModelForCausalLM.from_pretrained(qwen)

@@ -8,6 +8,7 @@ of that device. The code between the two is the code that runs on a machine with
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -26,12 +27,20 @@ from command import run
 from devicetensors import device_tensor
 from gdsload.backends import staging
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import BackendUnavailable, IntegrityError, PlacementError, ReadError
+from gdsload.errors import (
+    BackendUnavailable,
+    IntegrityError,
+    PlacementError,
+    ReadError,
+    StallError,
+)
 from gdsload.integrations.transformers import load_plan, patches
 from gdsload.integrations.transformers.model_reader import ModelReader
+from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import device_batch
-from gdsload.memory import host_buffers, staging_ring
+from gdsload.memory import host_buffers, late_copies, staging_ring
 from gdsload.system import gpu, shared_libraries
+from gdsload.system.cancellation import CancelToken
 from gpudoubles import ERRNO, Doubles
 from windows import small_windows
 
@@ -108,6 +117,50 @@ def test_model_on_a_device_equals_transformers(
         there = [t for t in ours.state_dict().values() if device_of(doubles, t)]
         assert all(t.untyped_storage().data_ptr() % 256 == 0 for t in there)
         assert len(there) >= report.fates["keep"] > 0
+
+
+def test_cancelled_load_to_a_device_does_not_wait_for_its_reads(
+    doubles: Doubles,
+    live: Callable[[Places], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    live(lambda _: "cuda:0")
+    before = doubles.cuda_log["streams"]
+    waits, token = threading.Event(), CancelToken()
+    ended: list[BaseException] = []
+    take = ReadaheadQueue.take
+
+    def noted(queue: ReadaheadQueue, one: Any) -> torch.Tensor:
+        waits.set()
+        return take(queue, one)
+
+    def load() -> None:
+        try:
+            token.run(loaded, tmp_path, "posix")
+        except BaseException as error:
+            ended.append(error)
+
+    monkeypatch.setattr(ReadaheadQueue, "take", noted)
+    doubles.hold_copies(True)
+    loader = threading.Thread(target=load)
+    try:
+        loader.start()
+        assert waits.wait(60.0)
+        token.ask()
+        loader.join(60.0)
+        assert len(ended) == 1 and not isinstance(ended[0], StallError)
+    finally:
+        doubles.hold_copies(False)
+        loader.join()
+    ended.clear()  # its frames refer to the pipeline
+    end = time.monotonic() + 60.0
+    while doubles.cuda_log["streams"] != before:  # it is closed when the copies have ended
+        late_copies.forget_ended()
+        staging_ring.release_rings()
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("backend", OPTIONS)

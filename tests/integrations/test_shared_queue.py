@@ -14,6 +14,7 @@ import gdsload
 import tinymodels
 from equal import NEW
 from gdsload.errors import GdsloadError, PlacementError
+from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.system import available
 
 
@@ -48,6 +49,18 @@ def test_exchange_without_a_thread_is_an_error(
     monkeypatch.undo()
     found = gdsload.from_pretrained(tmp_path, group=one_rank).state_dict()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 asks for each tensor by itself")
+def test_first_tensor_that_is_taken_starts_the_exchange(
+    one_rank: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    wanted = gdsload.from_pretrained(tmp_path)
+    monkeypatch.setattr(ModelReader, "_begin", lambda self, reads: None)
+    found = gdsload.from_pretrained(tmp_path, group=one_rank)
+    assert tinymodels.differences(wanted, found) == []
+    assert gdsload.last_report().ranks == 1
 
 
 @pytest.mark.skipif(not NEW, reason="transformers 4.57 asks for each tensor by itself")

@@ -105,6 +105,22 @@ def test_load_before_torch_reads_into_blocks(
     assert all(torch.equal(raw(got[name]), raw(tensor)) for name, tensor in expected.items())
 
 
+def test_slices_read_into_blocks_keep_their_names(
+    loading: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved = {
+        "a": torch.arange(9, dtype=torch.int32),
+        "b": torch.empty(0, dtype=torch.int32),
+        "c": torch.arange(20, 26, dtype=torch.int32),
+    }
+    safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
+    monkeypatch.setattr(device_batch, "torch_imported", lambda: False)
+    got = gdsload.load_file(tmp_path, "cuda:0", slices={"a": slice(1, 3)}, options=SMALL)
+    assert list(got) == ["a", "b", "c"]
+    wanted = saved | {"a": saved["a"][1:3]}
+    assert all(torch.equal(raw(got[name]), raw(tensor)) for name, tensor in wanted.items())
+
+
 def test_single_file_is_opened_by_one_thread(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -311,7 +311,7 @@ def test_slice_is_compared_in_the_blocks_that_it_contains(tmp_path: Path) -> Non
 
 def test_differing_bytes_do_not_enter_the_pool(source: Path) -> None:
     flip_in(source, NORM)
-    with warmup.HostPool(8 << 20) as pool:
+    with warmup.HostPool(32 << 20) as pool:
         for load in (by_load_file, by_model, by_stream):
             with pytest.raises(IntegrityError):
                 load(source)
@@ -320,7 +320,7 @@ def test_differing_bytes_do_not_enter_the_pool(source: Path) -> None:
             ahead.wait()
         gdsload.load_file(source, names=[NORM])
         assert gdsload.last_report().paths.get("pool", 0) == 0
-        assert pool.held_bytes <= 8 << 20
+        assert pool.held_bytes <= 32 << 20
 
 
 def test_bytes_of_a_pool_are_compared(source: Path) -> None:
@@ -358,6 +358,20 @@ def test_bytes_on_a_device_are_compared(
     flip_in(tmp_path, "e", 150_000)
     with pytest.raises(IntegrityError, match="tensor 'e'"):
         load()
+
+
+def test_prefetch_compares_what_another_one_has_read_without_comparing(source: Path) -> None:
+    with (
+        gdsload.prefetch(source, cache="direct") as plain,
+        gdsload.prefetch(source, cache="direct", verify="checksum") as compared,
+    ):
+        plain.wait()
+        compared.wait()
+        nbytes = compared.progress().wanted_bytes
+        assert compared.report.verified_bytes == nbytes > 0
+        gdsload.load_file(source)
+        assert compared.progress().claimed_bytes == nbytes
+        assert plain.progress().claimed_bytes == 0
 
 
 def test_prefetch_to_a_device_compares_in_host_memory(doubles: Doubles, source: Path) -> None:

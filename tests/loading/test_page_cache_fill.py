@@ -446,6 +446,16 @@ def test_file_that_cannot_be_mapped_is_read(
         assert report.page_cache == "not filled: a file cannot be mapped"
 
 
+def test_file_that_cannot_be_mapped_is_read_from_the_page_cache(
+    path: Path, unmappable: None
+) -> None:
+    with gdsload.prefetch(path, tier="pagecache") as ahead:
+        ahead.wait()
+        got = gdsload.load_file(path)
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+    assert "mapped" not in io_modes(gdsload.last_report())
+
+
 def test_file_that_cannot_be_mapped_is_an_error_if_the_caller_asks_for_it(
     path: Path, unmappable: None
 ) -> None:

@@ -247,6 +247,30 @@ def test_a_pool_that_is_too_small_is_passed_by(tiny_checkpoint: Path) -> None:
             gdsload.prefetch(tiny_checkpoint, tier="pool").wait()
 
 
+def test_a_prefetch_that_does_not_fit_is_an_error(tiny_checkpoint: Path) -> None:
+    """Its bytes would be read, and dropped: no load takes them."""
+    with gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint:
+        exactly = checkpoint.total_bytes
+    with warmup.HostPool(exactly) as pool:  # but it has units of 2 MiB
+        with pytest.raises(PlacementError, match="do not fit into the host pool"):
+            gdsload.prefetch(tiny_checkpoint, tier="pool").wait()
+        assert pool.held_bytes == 0
+
+
+def test_pool_that_closes_while_a_load_begins_takes_nothing(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, real = warmup.HostPool(64 * UNIT), warmup.HostPool.allocate
+
+    def closed_before(self: warmup.HostPool, plan: Any) -> Any:
+        self.close()
+        return real(self, plan)
+
+    monkeypatch.setattr(warmup.HostPool, "allocate", closed_before)
+    require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
+    assert pool.held_bytes == 0
+
+
 def test_a_prefetch_fills_it_and_status_tells(tiny_checkpoint: Path) -> None:
     with warmup.HostPool(64 * UNIT) as pool:
         with gdsload.prefetch(tiny_checkpoint, tier="pool") as ahead:
@@ -428,6 +452,7 @@ def test_pool_leaves_descriptors_to_the_process(tiny_checkpoint: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert 0 < pool.held_bytes < 32 * UNIT
+        assert any("ulimit -n" in note for note in pool.notes)
         assert len(os.listdir("/proc/self/fd")) - before <= 16
 
 

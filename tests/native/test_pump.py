@@ -6,7 +6,6 @@ import errno
 import fcntl
 import gc
 import os
-import resource
 import signal
 import struct
 import termios
@@ -391,16 +390,3 @@ def test_buffered_read_that_blocks_linuxaio_is_followed_by_none_that_is_cancelle
     pump.close(1.0)
     for fd in sum(pipes, ()):
         os.close(fd)
-
-
-def test_uring_leaves_the_limit_of_open_files_as_it_is() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    try:
-        Pump(engines.engine_module("uring").engine(), 4).close(1.0)
-    except (ImportError, OSError) as error:
-        pytest.skip(f"uring: {error}")
-    finally:
-        left = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert left == (256, limits[1])

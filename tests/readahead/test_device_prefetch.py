@@ -151,6 +151,41 @@ def test_what_landed_is_claimed(
     )
 
 
+def test_slices_of_prefetched_tensors_keep_their_names(doubles: Doubles, tmp_path: Path) -> None:
+    """A slice that is not aligned in memory is copied; the tensors around it stay."""
+    saved = {
+        "a": torch.arange(9, dtype=torch.int32),
+        "b": torch.arange(21, dtype=torch.int32).view(3, 7),
+        "c": torch.arange(100, 109, dtype=torch.int32),
+        "d": torch.empty(0, dtype=torch.int32),
+        "e": torch.arange(200, 209, dtype=torch.int32),
+    }
+    safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
+    wanted = saved | {"b": saved["b"][1:3]}
+    with ahead_of(tmp_path) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        got = gdsload.load_file(
+            tmp_path, "cuda:0", slices={"b": slice(1, 3)}, backend="posix", options=SMALL
+        )
+        assert "prefetched" in gdsload.last_report().paths
+    assert list(got) == list(wanted)
+    assert_same(got, wanted)
+
+
+def test_whole_tensors_of_a_device_are_in_the_order_of_their_names(
+    doubles: Doubles, tmp_path: Path
+) -> None:
+    saved = {name: torch.arange(5, dtype=torch.int32) for name in "abc"}
+    safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
+    with ahead_of(tmp_path, names=["b"]) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        got = gdsload.load_file(
+            tmp_path, "cuda:0", names=["c", "b", "a"], backend="posix", options=SMALL
+        )
+    assert list(got) == ["c", "b", "a"]
+    assert_same(got, saved)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_on_its_way_is_waited_for(
     backend: str, doubles: Doubles, source: Path, expected: Loaded, claimed: threading.Event

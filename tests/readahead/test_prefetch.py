@@ -178,6 +178,37 @@ def test_load_does_not_wait_again_for_a_prefetch_without_progress(
     assert gdsload.last_report().phases["wait for the prefetch"] < 6.0
 
 
+def test_load_does_not_wait_for_a_prefetch_whose_mount_hangs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    offer = claims.Offer("/hangs")  # of a prefetch that opens the files
+    real = claims.Offer.may_hold
+
+    def may_hold(self: claims.Offer, path: str) -> bool:
+        return answers.wait(PATIENCE_SECONDS) if self is offer else real(self, path)
+
+    monkeypatch.setattr(claims.Offer, "may_hold", may_hold)
+    monkeypatch.setattr(claims, "_LOOK_SECONDS", 0.05)
+    claims.offer(offer)
+    try:
+        assert gdsload.load_file(checkpoint)
+        assert not answers.is_set()
+    finally:
+        answers.set()
+        claims.withdraw(offer)
+
+
+def test_claims_of_all_tensors_leave_nothing(checkpoint: Path) -> None:
+    with gdsload.prefetch(checkpoint, keep=True, **READ) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert not ahead._offer.empty
+        gdsload.load_file(checkpoint)
+        assert ahead._offer.empty and claims.offered() == []
+        gdsload.load_file(checkpoint)
+        assert "prefetched" not in gdsload.last_report().paths
+
+
 def test_load_that_waits_for_a_prefetch_can_be_cancelled(checkpoint: Path) -> None:
     offer = claims.Offer(str(checkpoint))
     claims.offer(offer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -189,6 +190,13 @@ def test_words_start_one_and_leave_the_rest(
 def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="gdsload: --"):
         from_words(words)
+
+
+def test_refused_words_do_not_show_a_password() -> None:
+    with pytest.raises(SystemExit, match="cuda0") as refused:
+        from_words(["--model", "https://user:secret@host/model?sig=x", "--device", "cuda0"])
+    assert "https://host/model" in str(refused.value)
+    assert not {"secret", "sig"} & set(re.findall(r"\w+", str(refused.value)))
 
 
 def test_an_environment_without_a_device_behind_its_at_sign_is_refused(

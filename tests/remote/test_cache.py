@@ -24,6 +24,7 @@ from gdsload.errors import GdsloadError, RemoteError
 from gdsload.remote.cache import SIZE_VARIABLE, CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
+from gdsload.system.cancellation import CancelToken, LoadCancelled
 from threadends import await_threads
 
 SIZE = 3 * BLOCK_BYTES + 12_345
@@ -139,6 +140,29 @@ def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) ->
     assert sealed_files(tmp_path) == 0
     assert content_of(opened(tmp_path, MemoryFile()).local_copy()) == file.content
     assert sealed_files(tmp_path) == 1
+
+
+def test_comparing_a_whole_file_ends_when_the_load_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MemoryFile()
+    first = opened(tmp_path, file)
+    first.read(0, file.size)
+    del first  # as if the process had been killed
+    hangs, token = threading.Event(), CancelToken()
+
+    def read(entry: Entry, cached: object) -> None:
+        token.ask()
+        hangs.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(Entry, "read", read)
+    cached = opened(tmp_path, MemoryFile())
+    try:
+        with pytest.raises(LoadCancelled):
+            token.run(cached.local_copy)
+    finally:
+        hangs.set()
+        cached.close()
 
 
 def test_file_that_cannot_be_sealed_at_the_end_of_the_interpreter_is_no_error(
@@ -328,6 +352,20 @@ def start(directory: Path, code: str) -> subprocess.Popen[str]:
     script = SCRIPT + textwrap.dedent(code)
     arguments = [sys.executable, "-c", script, str(Path(__file__).parents[1]), str(directory)]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def test_process_that_ends_after_its_load_seals_first(tmp_path: Path) -> None:
+    code = """
+    from gdsload.remote.cache_entry import Entry
+    seal = Entry.seal
+    def seal_late(entry):
+        time.sleep(0.5)
+        return seal(entry)
+    Entry.seal = seal_late
+    load(directory, MemoryFile())
+    """
+    assert start(tmp_path, code).wait(PATIENCE_SECONDS) == 0
+    assert sealed_files(tmp_path) == 1
 
 
 def test_two_processes_at_once_fetch_each_byte_once(tmp_path: Path) -> None:
@@ -551,6 +589,25 @@ def test_file_that_is_open_is_never_removed(
     assert content_of(copy) == file.content
     wait_for(lambda: len(LocalCache(tmp_path).clear()) == 1)
     assert names_in(tmp_path) == set()
+
+
+def test_file_is_removed_where_an_exclusive_lock_needs_write_access(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, which makes a lock on the range of all bytes of it."""
+    real = fcntl.flock
+
+    def flock(fd: int, kind: int) -> None:
+        writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        if kind & fcntl.LOCK_EX and not writable:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(fd, kind)
+
+    load(tmp_path, MemoryFile("a", 1_000_000))
+    await_threads("gdsload-cache")
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert not LocalCache(tmp_path).entries()[0].busy
+    assert len(LocalCache(tmp_path).clear()) == 1
 
 
 def test_file_being_filled_counts_with_its_whole_size(

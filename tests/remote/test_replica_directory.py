@@ -28,6 +28,7 @@ from gdsload.errors import (
 from gdsload.events import Event, FailedOver
 from gdsload.remote import object_store, replica_directory
 from gdsload.remote.directory import RemoteDirectory
+from gdsload.remote.object_store import INSTALL_HINT
 from gdsload.remote.replica_directory import LocalFile, ReplicaDirectory
 from gdsload.remote.urls import is_url, joined, sources_of, split_file, without_secrets
 from object_server import ObjectServer
@@ -280,7 +281,7 @@ def test_client_that_is_not_installed_is_a_reason(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
     report = load("s3://bucket/model", model)
-    assert "gdsload[remote]" in report.refusals["s3://bucket/model"]
+    assert INSTALL_HINT in report.refusals["s3://bucket/model"]
 
 
 def test_sources_killed_at_random_points_load_exactly(memory: Directories, model: Path) -> None:
@@ -322,6 +323,18 @@ def test_changed_local_file_ends_the_load(model: Path, tmp_path: Path) -> None:
         os.utime(shard, ns=(time.time_ns(), 1))
         with pytest.raises(FileChanged):
             checkpoint.verify_unchanged()
+
+
+def test_local_file_written_in_place_ends_the_load_whatever_its_mtime_says(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(200))
+    before = path.stat()
+    file = LocalFile(str(path))
+    path.write_bytes(bytes(range(200)))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(FileChanged):
+        file.verify_unchanged()
+    file.close()
 
 
 def test_every_face_takes_several_sources(model: Path, memory: Directories) -> None:

@@ -130,12 +130,13 @@ def test_resume_with_changed_file_raises(checkpoint: Path) -> None:
         gdsload.quiesce()
         for file in checkpoint.glob("*.safetensors"):
             os.utime(file, ns=(0, 0))
-        with pytest.raises(FileChanged):
-            gdsload.resume()
-        with pytest.raises(CheckpointError):
-            lazy.get_tensor(NAME)
-        with pytest.raises(CheckpointError):
-            _ = opened.shards[0].fd
+        for _ in range(2):  # it stays an error
+            with pytest.raises(FileChanged):
+                gdsload.resume()
+            with pytest.raises(FileChanged):
+                lazy.get_tensor(NAME)
+            with pytest.raises(FileChanged):
+                _ = opened.shards[0].fd
     gdsload.resume()
     assert undumpable(checkpoint) == []
 

@@ -31,7 +31,7 @@ cdef struct FreshMemory:
 
 cdef struct Read:
     int fd                # open descriptor to read from
-    int file_number       # its index in the engine's table of registered files, or -1
+    int file_number       # its number among the handles of cuFile, or -1
     int buffer            # index of the buffer passed to `open` that holds `address`, or -1
     int io_mode           # one of the above
     char *address

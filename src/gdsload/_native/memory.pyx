@@ -211,9 +211,11 @@ cdef class Region:
 
 cdef Region map_file(int fd, uint64_t offset, uint64_t length, int flags):
     cdef Region made = Region.__new__(Region)
-    cdef void *mapped = mmap(
-        NULL, length, PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, fd, <int64_t>offset
-    )
+    cdef void *mapped
+    with nogil:  # the server of a distant filesystem may be asked
+        mapped = mmap(
+            NULL, length, PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, fd, <int64_t>offset
+        )
     if mapped == MAP_FAILED:
         raise OSError(errno, os.strerror(errno))
     made.region = new_region(mapped, length, 0)

@@ -60,8 +60,12 @@ def direct_alignment(int fd):
     """
     cdef uint8_t answer[STATX_BYTES]
     cdef uint32_t mask, memory, offset
+    cdef const char *itself = b""
+    cdef long failed
     memset(answer, 0, STATX_BYTES)
-    if syscall(SYS_statx, fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, answer) != 0:
+    with nogil:  # the server of a distant filesystem may be asked
+        failed = syscall(SYS_statx, fd, itself, AT_EMPTY_PATH, STATX_DIOALIGN, answer)
+    if failed:
         return None
     memcpy(&mask, answer, 4)
     if not mask & STATX_DIOALIGN:

@@ -1,15 +1,13 @@
 """The ``uring`` engine: io_uring through liburing, linked statically.
 
 One thread owns the ring, as ``SINGLE_ISSUER`` and ``DEFER_TASKRUN`` require; older kernels get the
-best flags that they know. A file is registered on its first read; buffers are registered if the
-limit on locked memory allows it.
+best flags that they know. Buffers are registered if the limit on locked memory allows it.
 """
 
 from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, ENOMEM, ETIME
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
-from posix.resource cimport RLIMIT_NOFILE, getrlimit, rlimit
 from posix.uio cimport iovec
 
 from gdsload._native.engine cimport (
@@ -24,7 +22,6 @@ cdef extern from "<liburing.h>" nogil:
         IORING_SETUP_COOP_TASKRUN
         IORING_ASYNC_CANCEL_ANY
         IORING_ASYNC_CANCEL_ALL
-        IOSQE_FIXED_FILE
         IOSQE_ASYNC
     cdef struct io_uring:
         pass
@@ -40,8 +37,6 @@ cdef extern from "<liburing.h>" nogil:
         long long tv_nsec
     int io_uring_queue_init_params(unsigned entries, io_uring *, io_uring_params *)
     void io_uring_queue_exit(io_uring *)
-    int io_uring_register_files_sparse(io_uring *, unsigned count)
-    int io_uring_register_files_update(io_uring *, unsigned slot, const int *fds, unsigned count)
     int io_uring_register_iowq_max_workers(io_uring *, unsigned *values)
     int io_uring_register_buffers(io_uring *, const iovec *, unsigned count)
     io_uring_sqe *io_uring_get_sqe(io_uring *)
@@ -59,7 +54,6 @@ cdef extern from "<liburing.h>" nogil:
     void io_uring_cq_advance(io_uring *, unsigned count)
 
 cdef enum:
-    MOST_FILES = 1024  # most files in the ring's table; others are read by descriptor
     BACK_OFF_NS = 1000000
     # Kernel threads for buffered reads: half of the depth, within these bounds.
     DISK_WORKERS = 16
@@ -71,9 +65,7 @@ cdef struct Uring:
     io_uring ring
     int depth
     int in_flight
-    int room                       # of the ring's table of files
     int fixed_buffers
-    int registered_fd[MOST_FILES]  # the descriptor of each file number, or -1
 
 
 cdef int open_ring(io_uring *ring, int depth) noexcept nogil:
@@ -100,7 +92,6 @@ cdef int open_uring(
     cdef Uring *self = <Uring *>calloc(1, sizeof(Uring))
     cdef iovec *vectors
     cdef unsigned[2] workers
-    cdef rlimit files
     cdef int error, i
     if self == NULL:
         return -ENOMEM
@@ -113,13 +104,6 @@ cdef int open_uring(
     workers[0] = min(max(depth // 2, <int>DISK_WORKERS), <int>MOST_WORKERS)
     workers[1] = 0  # unchanged
     io_uring_register_iowq_max_workers(&self.ring, workers)
-    # For a larger table than the process may have files, liburing would raise that limit.
-    if getrlimit(RLIMIT_NOFILE, &files) == 0:
-        self.room = <int>min(files.rlim_cur, <unsigned long>MOST_FILES)
-    if io_uring_register_files_sparse(&self.ring, self.room) != 0:
-        self.room = 0
-    for i in range(MOST_FILES):
-        self.registered_fd[i] = -1
     if count > 0:
         vectors = <iovec *>calloc(count, sizeof(iovec))
         if vectors != NULL:
@@ -133,40 +117,22 @@ cdef int open_uring(
     return 0
 
 
-cdef int registered(Uring *self, const Read *read) noexcept nogil:
-    """Whether the file is in the ring's table; registers it on its first read."""
-    cdef int fd = read.fd
-    if read.file_number < 0 or read.file_number >= self.room:
-        return 0
-    if self.registered_fd[read.file_number] == fd:
-        return 1
-    if io_uring_register_files_update(&self.ring, read.file_number, &fd, 1) != 1:
-        return 0
-    self.registered_fd[read.file_number] = fd
-    return 1
-
-
 cdef int submit_uring(void *engine, const Read *reads, int count) noexcept nogil:
     cdef Uring *self = <Uring *>engine
     cdef io_uring_sqe *sqe
     cdef const Read *read
     cdef int taken = 0
-    cdef int by_number, fd
     while taken < count and self.in_flight < self.depth:
         sqe = io_uring_get_sqe(&self.ring)
         if sqe == NULL:
             break
         read = &reads[taken]
-        by_number = registered(self, read)
-        fd = read.file_number if by_number else read.fd
         if self.fixed_buffers and read.buffer >= 0:
             io_uring_prep_read_fixed(
-                sqe, fd, read.address, <unsigned>read.length, read.offset, read.buffer
+                sqe, read.fd, read.address, <unsigned>read.length, read.offset, read.buffer
             )
         else:
-            io_uring_prep_read(sqe, fd, read.address, <unsigned>read.length, read.offset)
-        if by_number:
-            sqe.flags |= IOSQE_FIXED_FILE
+            io_uring_prep_read(sqe, read.fd, read.address, <unsigned>read.length, read.offset)
         if read.io_mode == BUFFERED_ASYNC:
             # By the kernel's workers: cached bytes would be copied inside the submission.
             sqe.flags |= IOSQE_ASYNC

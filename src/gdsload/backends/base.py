@@ -112,8 +112,10 @@ class Registration(NamedTuple):
     handle: Any = None
 
 
+# Of a file that an engine knows by its descriptors.
+NO_NUMBERS = (-1, -1)
 # In a request it takes the place of a file that none of the transfers read.
-NO_FILE = Registration(OpenFile("", -1, 0), (-1, -1))
+NO_FILE = Registration(OpenFile("", -1, 0), NO_NUMBERS)
 
 
 class Failure(NamedTuple):

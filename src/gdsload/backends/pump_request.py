@@ -50,8 +50,6 @@ class PumpedRequest:
         transfers: Sequence[Transfer],
         files: Registrations,
         targets: Sequence[tuple[int, int, object | None, int]],
-        *,
-        by_number: bool = True,
     ) -> None:
         """Makes the native request.
 
@@ -62,8 +60,6 @@ class PumpedRequest:
             files: The files of the transfers, registered.
             targets: For each memory its address, its size in bytes, the handle that keeps it alive
                 or None, and the number of the registered buffer or -1.
-            by_number: Whether the engine knows files by the numbers of their registration, rather
-                than by their descriptors.
         """
         self.backend, self.transfers, self.files = backend, transfers, files
         table: list[tuple[int, int, int, int, int]] = []
@@ -71,8 +67,7 @@ class PumpedRequest:
             file = registration.what
             if not isinstance(file, OpenFile):
                 raise TypeError(f"file {number} of the request is {file!r}")
-            file_numbers = registration.handle if by_number else (-1, -1)
-            table.append((file.fd, file.direct_fd, file.block, *file_numbers))
+            table.append((file.fd, file.direct_fd, file.block, *registration.handle))
         self.native = Request(pump, table, transfers, list(targets))
 
     def post(self) -> None:

@@ -141,14 +141,9 @@ class StagedRequest(PumpedRequest):
             end += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
         self._addresses = AddressMap(pipeline.stage, spaces)
         self._ended = False
-        # A pipeline that is used again must not keep the files of loads that have ended; but
-        # cuFile needs file numbers for its own handles.
-        by_number = pipeline.files is not None
         base = self._addresses.base
         targets = [(base + start, length, None, -1) for start, length, _ in spaces]
-        super().__init__(
-            pipeline.name, pipeline.pump, transfers, files, targets, by_number=by_number
-        )
+        super().__init__(pipeline.name, pipeline.pump, transfers, files, targets)
 
     def failure(self, number: int) -> Failure:
         _, got, code = self.native.result(number)

@@ -180,7 +180,6 @@ class Checkpoint(quiesce.Holder):
         return cls._opened(title, lambda _: found, strict, header_limit, stall_seconds)
 
     @classmethod
-    @collector_paused()
     def _opened(
         cls,
         source: str,
@@ -248,11 +247,13 @@ class Checkpoint(quiesce.Holder):
                 )
             ) as found:
                 for number, (shard, text) in enumerate(zip(shards, found, strict=True)):
-                    header = parse_header(text, shard.size, path=shard.path, shard=number)
+                    with collector_paused():
+                        header = parse_header(text, shard.size, path=shard.path, shard=number)
                     shard.data_start = LENGTH_BYTES + len(text)
                     shard.metadata = header.metadata
                     headers.append(header.tensors)
-            merged = _merged(files, shards, headers, strict)
+            with collector_paused():
+                merged = _merged(files, shards, headers, strict)
             return cls(files.title, shards, merged, stall_seconds)
         except BaseException:
             failed = True

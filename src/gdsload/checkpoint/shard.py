@@ -132,9 +132,6 @@ class Shard:
             with _lock:  # another thread may have opened it meanwhile
                 if self._quiesced:
                     self._fd, fd, self._quiesced = fd, -1, False
-        except FileChanged:
-            self.close()
-            raise
         finally:
             if fd >= 0:
                 os.close(fd)

@@ -20,6 +20,7 @@ from typing import Any
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import install
 from gdsload.readahead.prefetch import TIERS, Prefetch, PrefetchCancelled, prefetch
+from gdsload.remote.urls import shown_source
 from gdsload.system.threads import start_thread
 from gdsload.warmup import VARIABLE, from_environment
 
@@ -69,7 +70,7 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
     try:
         return prefetch(wanted["model"], wanted["device"], tier=tier), rest
     except ValueError as error:
-        raise SystemExit(f"gdsload: --model {wanted['model']}: {error}") from None
+        raise SystemExit(f"gdsload: --model {shown_source(wanted['model'])}: {error}") from None
 
 
 def _report_failure(ahead: Prefetch) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from gdsload.backends import DRAM, registry
 from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding
+from gdsload.remote.object_store import INSTALL_HINT
 
 
 def python() -> Finding:
@@ -32,7 +33,7 @@ def remote_client() -> Finding:
     found = package("obstore")
     if found.verdict == YES:
         return replace(found, detail=f"{found.detail}: reads s3://, gs://, az:// and https://")
-    return replace(found, hint="pip install 'gdsload[remote]'")
+    return replace(found, hint=INSTALL_HINT)
 
 
 def kernel() -> Finding:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.errors import FileChanged, GdsloadError, ReadError
+from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gdsload.loading.accounting import record_backend, record_request
 from gdsload.loading.claims import LOST, READ, READING
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
@@ -110,6 +110,14 @@ class Batch:
         intake = None if pool is None else pool.allocate(self.plan)
         self._end_intake = None if intake is None else intake.end
         return self._in_buffers(intake or HostBuffers(self.plan, None, self.session.mapping_of))
+
+    def require_pool(self) -> None:
+        """Raises PlacementError if the bytes are not read into the host pool."""
+        if self.plan.transfers and self._end_intake is None:
+            raise PlacementError(
+                f"{self.plan.read_bytes:,} bytes, in units of memory pages, do not fit into the"
+                " host pool: it is too small, in use, or closed"
+            )
 
     def _in_buffers(self, buffers: HostBuffers | PoolBuffers) -> list[Memory]:
         """The memory of these buffers; their views are added to those of the batch."""

@@ -16,18 +16,22 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.checkpoint.locate import hub_folder
+from gdsload.errors import StallError
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange
 from gdsload.remote.urls import is_url
 from gdsload.report import LoadReport
 from gdsload.system.cancellation import check
-from gdsload.system.gc_control import imports_done
+from gdsload.system.gc_control import collector_paused, imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
+from gdsload.system.parallel import parallel_map
 
 if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 READING, READ, LOST = "reading", "read", "lost"
 
 _POLL_SECONDS = 0.1  # a cancelled load waits this long at most
+_LOOK_SECONDS = 2.0  # for the answer of a mount
 _start = attrgetter("start")
 
 
@@ -77,10 +82,12 @@ class Offer:
     and withdrawn when all of it was claimed or the prefetch is closed. Ranges in the memory of a
     GPU are for loads to that `device`; ranges in host memory are for all loads."""
 
-    def __init__(self, source: str, *, keep: bool = False) -> None:
-        """With `keep`, ranges that a load did not claim stay for the next one."""
+    def __init__(self, source: str, *, keep: bool = False, verify: object = "size") -> None:
+        """With `keep`, ranges that a load did not claim stay for the next one. `verify`: what the
+        prefetch compares its bytes with before it offers them."""
         self.source = source
         self.keep = keep
+        self.verify = verify
         self.device = "cpu"
         self.claimed_bytes = 0
         self._lock = fork_safe_lock(self)
@@ -130,7 +137,9 @@ class Offer:
         if self.device != "cpu" or batch is None:
             return
         for row in rows:
-            if row.view is not None and not row.of_file and batch.has_arrived(row.first, row.last):
+            if row.start == row.end or row.view is None or row.of_file:
+                continue
+            if batch.has_arrived(row.first, row.last):
                 row.view.give_back(row.end - row.start)
 
     def hurry(self) -> None:
@@ -143,7 +152,8 @@ class Offer:
     def empty(self) -> bool:
         """Whether nothing is left to claim. False until the offer is filled."""
         with self._lock:
-            return self._known and not any(self._free.values())
+            rows = chain.from_iterable(self._free.values())
+            return self._known and not any(row.start < row.end for row in rows)
 
     def note_progress(self, idle_seconds: float = 0.0) -> None:
         """The prefetch made progress so many seconds ago: loads go on waiting for it."""
@@ -163,10 +173,27 @@ class Offer:
                     self._changed.wait(min(_POLL_SECONDS, stall_seconds))
         return True
 
-    def may_hold(self, path: str) -> bool:
-        """Whether a file may be among those that the prefetch is about to open, by its path."""
+    def may_hold_any_of(self, checkpoint: Checkpoint) -> bool:
+        """Whether files of a checkpoint may be among those that the prefetch is about to open.
+
+        In a thread, since it looks at the files of the prefetch, whose mount may hang. If there is
+        no answer within seconds, they are not waited for.
+        """
+        paths = [shard.original_path for shard in checkpoint.shards]
         if self._known:
             return False
+        answers = parallel_map(
+            lambda source: any(map(self.may_hold, paths)),
+            [self.source],
+            path_of=lambda source: source,
+            stall_seconds=_LOOK_SECONDS,
+        )
+        with closing(answers), suppress(StallError):
+            return next(answers)
+        return False
+
+    def may_hold(self, path: str) -> bool:
+        """Whether a file may be among those that the prefetch is about to open, by its path."""
         if is_url(self.source) or is_url(path):
             return path.startswith(self.source)
         files = os.path.abspath(path), os.path.realpath(path)
@@ -214,7 +241,9 @@ class Offer:
                 view = BufferView(region, offset + wanted.offset - found.start)
                 after = BufferView(region, offset + end - found.start)
                 rest = [found._replace(end=wanted.offset), found._replace(start=end, view=after)]
-                self._free[file][index : index + 1] = [row for row in rest if row.start < row.end]
+                left = [row for row in rest if row.start < row.end]
+                # An empty row stays: to remove the first of 100,000 rows moves all others.
+                self._free[file][index : index + 1] = left or rest[:1]
             return Claim(wanted, view, self._batch, found.first, found.last)
 
 
@@ -246,7 +275,7 @@ def _filled(checkpoint: Checkpoint, stall_seconds: float, report: LoadReport) ->
     """All offers. Those that may be of these files are waited for until they are filled."""
     found = offered()
     for each in found:
-        if any(each.may_hold(shard.original_path) for shard in checkpoint.shards):
+        if each.may_hold_any_of(checkpoint):
             with report.phase("wait for the prefetch"):
                 each.await_filled(stall_seconds)
     return found
@@ -285,17 +314,20 @@ def claim_ranges(
     used: list[Offer] = []
     filled = _filled(checkpoint, stall_seconds, report)
     found = [each for each in filled if each.device in ("cpu", device)]
-    # Ranges that are on the device come before those that would have to be copied to it.
-    for each in sorted(found, key=lambda offer: offer.device != device):
-        before = len(claims)
-        for wanted in ranges:
-            if wanted.name not in claims:
-                file = checkpoint.shards[wanted.shard].original
-                claim = each.claim(file, wanted, mapped=mapped, owned=owned)
-                if claim is not None:
-                    claims[wanted.name] = claim
-        if len(claims) > before:
-            used.append(each)
+    # Ranges that are on the device come before those that would have to be copied to it, and those
+    # that were compared with checksums before others.
+    found.sort(key=lambda offer: (offer.device != device, offer.verify == "size"))
+    with collector_paused():
+        for each in found:
+            before = len(claims)
+            for wanted in ranges:
+                if wanted.name not in claims:
+                    file = checkpoint.shards[wanted.shard].original
+                    claim = each.claim(file, wanted, mapped=mapped, owned=owned)
+                    if claim is not None:
+                        claims[wanted.name] = claim
+            if len(claims) > before:
+                used.append(each)
     for each in used:
         each.hurry()
     return claims, used

@@ -271,7 +271,8 @@ class DeviceTensors:
         views: dict[str, BufferView],
         is_there: Callable[[str], bool] = lambda name: True,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of these slices by key, when all bytes are there. Each is returned once.
+        """The tensors of these slices by key, in their order, when all bytes are there. Each is
+        returned once.
 
         `is_there`: whether the bytes of a range, by its name, have arrived in its view.
         """
@@ -295,7 +296,7 @@ class DeviceTensors:
             if tensor_slice.shape is not None:
                 tensor = tensors.pop(tensor_slice.parts[0].name)
                 tensors[tensor_slice.key] = tensor.view(tensor_slice.shape)
-        return tensors
+        return {tensor_slice.key: tensors[tensor_slice.key] for tensor_slice in slices}
 
     def _copy_from_host(
         self,

@@ -243,16 +243,18 @@ class Session(quiesce.Holder):
             self.report.cached_bytes += sum(each.nbytes for each in ranges)
         return plan, views
 
-    @collector_paused()
     def _views_of(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
         """Views of the ranges that need no read: prefetched, in the host pool, or mapped."""
         views = self._prefetched(ranges) if self._claiming else {}
         pool = current_pool() if self.uses_pool else None
-        if pool is not None and self.cache != "mapped" and (self.device == "cpu" or self._claiming):
-            views |= self._in_pool(pool, [each for each in ranges if each.name not in views])
-        # For a device, reading warm ranges through the staging ring is faster than mapping them.
-        if self._maps and self.device == "cpu":
-            views |= self._in_page_cache([each for each in ranges if each.name not in views])
+        if self.cache == "mapped" or not (self.device == "cpu" or self._claiming):
+            pool = None
+        with collector_paused():
+            if pool is not None:
+                views |= self._in_pool(pool, [each for each in ranges if each.name not in views])
+            # For a device, reading warm ranges through the ring is faster than mapping them.
+            if self._maps and self.device == "cpu":
+                views |= self._in_page_cache([each for each in ranges if each.name not in views])
         return views
 
     def _prefetched(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
@@ -268,11 +270,15 @@ class Session(quiesce.Holder):
             device=self.device,
         )
         self._offers += [offer for offer in offers if offer not in self._offers]
-        self._claims.update(claims)
-        return {
-            name: claim.view or BufferView(self.mapping_of(claim.range.shard), claim.range.offset)
-            for name, claim in claims.items()
-        }
+        views: dict[str, BufferView] = {}
+        for name, claim in claims.items():
+            if claim.view is None and not self._can_map(claim.range.shard):
+                continue  # it is in the page cache only, and is read from there
+            views[name] = claim.view or BufferView(
+                self.mapping_of(claim.range.shard), claim.range.offset
+            )
+            self._claims[name] = claim
+        return views
 
     def _in_pool(self, pool: HostPool, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
         # A copy to a device can start from the pinned memory itself.

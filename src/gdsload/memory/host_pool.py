@@ -34,6 +34,10 @@ UNIT_BYTES = 2 << 20
 _LEAST_REUSED_SHARE = 0.8
 # Each segment has a descriptor: they take at most this part of those that the process may have.
 _DESCRIPTOR_SHARE = 4
+_FEW_DESCRIPTORS = (
+    "segments were freed before the pool was full: each has a descriptor, and the process may have"
+    " few (`ulimit -n`)"
+)
 
 
 class Held(NamedTuple):
@@ -164,6 +168,7 @@ class HostPool(quiesce.Holder):
         self.pid = os.getpid()
         self.limit_bytes = limit_bytes
         self.notes: list[str] = []  # refusals
+        self._closed = False
         self._pinned = pinned
         self._device: Device | None = gpu.device(0) if pinned else None
         self._lock = fork_safe_lock(self)
@@ -278,6 +283,8 @@ class HostPool(quiesce.Holder):
         if not plan.transfers or plan.mapped_targets:
             return None
         with self._lock:
+            if self._closed:
+                return None
             self.make_room(plan.read_bytes)
             segment = None
             try:
@@ -303,6 +310,8 @@ class HostPool(quiesce.Holder):
             idle = next((one for one in self._segments if one.idle), None)
             if idle is None:
                 return None
+            if self._too_many() and _FEW_DESCRIPTORS not in self.notes:
+                self.notes.append(_FEW_DESCRIPTORS)
             fits = idle.length * _LEAST_REUSED_SHARE <= length <= idle.length
             if fits and not idle.inherited:
                 # Reused with its pages: fresh ones often take longer to touch than to read.
@@ -408,6 +417,7 @@ class HostPool(quiesce.Holder):
         """Frees all of it; the memory of living tensors is freed with them. May be called again."""
         pools[:] = [other for other in pools if other is not self]
         quiesce.unregister(self)
+        self._closed = True
         self.quiesce()
 
     def quiesce(self) -> None:

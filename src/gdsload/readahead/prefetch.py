@@ -124,7 +124,7 @@ class Prefetch(quiesce.Holder):
         self._names = repeatable(names)
         self._limit_bytes = limit_bytes
         self._checkpoint = checkpoint  # the caller's, who closes it
-        self._offer = claims.Offer(source, keep=keep)
+        self._offer = claims.Offer(source, keep=keep, verify=settings.verify)
         self._batch: PrefetchBatch | None = None
         self._error: GdsloadError | None = None
         self._state = OPENING
@@ -248,6 +248,8 @@ class Prefetch(quiesce.Holder):
         self._goes_on()
         batch = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, ranges)
         try:
+            if self.tier == "pool":
+                batch.require_pool()
             with self._lock:
                 to_read_bytes = sum(one.nbytes for one in ranges)
                 self._wanted_bytes = to_read_bytes + self._left_out_bytes
@@ -308,13 +310,14 @@ class Prefetch(quiesce.Holder):
     def _without_others(
         self, session: Session, ranges: Sequence[ByteRange]
     ) -> tuple[list[ByteRange], list[Prefetch]]:
-        """The byte ranges that no other prefetch reads into the same tier and device, and the
-        prefetches that read the rest."""
+        """The byte ranges that no other prefetch reads into the same tier and device, and compares
+        in the same way, and the prefetches that read the rest."""
         shards = session.checkpoint.shards
         self._await_older(session)
         mine, others = list(ranges), []
         for other in prefetches():
-            if other is self or (other.tier, other._offer.device) != (self.tier, session.device):
+            theirs = other.tier, other._offer.device, other._offer.verify
+            if other is self or theirs != (self.tier, session.device, self._offer.verify):
                 continue
             left = [p for p in mine if not other._offer.has(shards[p.shard].original, p)]
             if len(left) < len(mine):
@@ -327,8 +330,9 @@ class Prefetch(quiesce.Holder):
         for this one."""
         end = time.monotonic() + session.stall_seconds
         for older in takewhile(lambda one: one is not self, prefetches()):
-            if (older.tier, older.report.device) == (self.tier, self.report.device) and any(
-                older._offer.may_hold(shard.original_path) for shard in session.checkpoint.shards
+            theirs = older.tier, older.report.device
+            if theirs == (self.tier, self.report.device) and older._offer.may_hold_any_of(
+                session.checkpoint
             ):
                 while (
                     self._state == OPENING

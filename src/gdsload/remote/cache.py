@@ -17,7 +17,9 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +28,7 @@ from gdsload.errors import GdsloadError, shown
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import LOCAL_CACHE, LocalCopy, RemoteFile, SourceFacts
+from gdsload.system import lifecycle
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.threads import start_thread
 
@@ -42,6 +45,8 @@ _LOCK_SECONDS = 10.0  # for making and removing entries; it is held for millisec
 # Another process that fetches the same bytes is waited for so long. Then both fetch them.
 CLAIM_SECONDS = 5.0
 _POLL_SECONDS = 0.01
+_SEAL_SECONDS = 5.0  # the end of a process waits for files that are being sealed
+_seals: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class CachedFile(RemoteFile):
@@ -75,7 +80,7 @@ class CachedFile(RemoteFile):
         """The file in the cache, if it is there as a whole.
 
         The bytes are compared with their checksums before, except if they were and the file was not
-        written to since. It is not removed as long as the descriptor is open.
+        written to since. It is not removed as long as the descriptor is open. Raises LoadCancelled.
         """
         entry = self._entry
         if entry is None:
@@ -83,7 +88,7 @@ class CachedFile(RemoteFile):
         try:
             if entry.is_sealed() or (entry.is_whole() and entry.seal()):
                 return LocalCopy(entry.path, entry.reader())
-        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+        except OSError as error:
             self._refuse(error)
         return None
 
@@ -210,7 +215,9 @@ class CachedFile(RemoteFile):
         """Closes the files. In a thread, a file that is there as a whole is sealed."""
         entry, self._entry = self._entry, None
         if entry is not None and self._writes and not self._users and not entry.uncompared():
-            start_thread(lambda: _seal(entry), "gdsload-cache")
+            thread = start_thread(lambda: _seal(entry), "gdsload-cache")
+            if thread is not None:
+                _seals.add(thread)
         self._file.close()
 
 
@@ -219,6 +226,16 @@ def _seal(entry: Entry) -> None:
     with suppress(OSError, RuntimeError):
         if not entry.is_sealed() and entry.is_whole():
             entry.seal()
+
+
+def _finish_seals() -> None:
+    """A process that ends right after its load would leave the comparison to the next one."""
+    deadline = time.monotonic() + _SEAL_SECONDS
+    for thread in list(_seals):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+lifecycle.at_exit(lifecycle.RINGS, _finish_seals)  # after prefetches: their end begins some
 
 
 class CachedDirectory(RemoteDirectory):
@@ -473,7 +490,8 @@ def _cached(directory: str) -> Cached:
 
 def _is_locked(path: str) -> bool:
     try:
-        fd = _opened(path, os.O_RDONLY)
+        # NFS gives an exclusive lock only to those who may write.
+        fd = _opened(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
     except OSError:
         return False
     try:

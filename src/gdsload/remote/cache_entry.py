@@ -24,11 +24,11 @@ import os
 import re
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.parallel import parallel_map
 
 # Pieces end at multiples of it: so much is read to compare a part of it with its checksum.
 BLOCK_BYTES = 4 << 20
@@ -37,7 +37,6 @@ _EVENT = re.compile(
     rb"^(?:(\d{1,18}) (\d{1,18}) ([0-9a-f]{32}|-)|sealed (\d+) (\d+) (\d+) (\d+))$", re.MULTILINE
 )
 _DROPPED = "-"
-_THREADS = 8  # compare a whole file
 
 
 class CachedRange(NamedTuple):
@@ -194,7 +193,7 @@ class Entry:
         """Makes sure that all bytes, which are there, are right and on the disk, and says so.
 
         Returns whether they are; False also while others may write. Raises OSError if the disk has
-        lost any.
+        lost any or does not answer (StallError), and LoadCancelled.
         """
         if self.writable and not self._range_lock(fcntl.F_WRLCK, _WRITERS, 1):
             return False
@@ -213,10 +212,10 @@ class Entry:
 
     def _compare(self, ranges: list[CachedRange]) -> bool:
         """Whether all are as their checksums say. Those that differ count as not there."""
-        if not ranges:
-            return True
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            found = pool.map(lambda cached: self.read(cached) is not None, ranges)
+        found = parallel_map(
+            lambda cached: self.read(cached) is not None, ranges, path_of=lambda _: self.path
+        )
+        with closing(found):
             return all(list(found))  # each of them, so that all that differ are dropped
 
     def reader(self) -> int:

@@ -71,7 +71,9 @@ def _end_with_parent(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # it ended before
+    lifeline = select.poll()  # takes any descriptor; select() takes those below 1024
+    lifeline.register(lifeline_fd)
+    if lifeline.poll(0):  # it ended before
         os._exit(ENDED_WITH_PARENT)
 
 

@@ -16,7 +16,6 @@ import queue
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -84,7 +83,9 @@ class NixlReader:
         self.broken = False
         self._free: queue.LifoQueue[_Slot] = queue.LifoQueue()
         self._shares: dict[str, threading.Semaphore] = {}  # by peer
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the object
+        # Memory: where the root is read-only, there may be no directory for temporary files.
+        log_fd = os.memfd_create("gdsload-nixl-log", os.MFD_CLOEXEC)
+        self._stderr = open(log_fd, "w+b")  # noqa: SIM115 - closed with the object
         self._slots: list[_Slot] = []
         self._lifeline = -1
         ours: list[int] = []  # descriptors that only the child needs

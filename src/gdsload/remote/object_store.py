@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 from base64 import b64encode
@@ -33,6 +34,10 @@ from gdsload.remote.urls import query_hash, split_url, text_without_secrets, wit
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
 
+# The extra leaves obstore out below Python 3.11.
+INSTALL_HINT = (
+    "pip install 'gdsload[remote]'" if sys.version_info >= (3, 11) else "use Python 3.11 or newer"
+)
 # A try ends after this time without a byte, and failed tries are repeated for this long. Together
 # they are shorter than the default of `stall_seconds`.
 SILENCE_SECONDS = 10.0
@@ -79,7 +84,7 @@ def _opened_store(url: str, kind: str) -> Any:
         from obstore.store import HTTPStore, from_url
     except ImportError as error:
         raise BackendUnavailable(
-            f"{without_secrets(url)}: object stores need obstore: pip install 'gdsload[remote]'",
+            f"{without_secrets(url)}: object stores need obstore: {INSTALL_HINT}",
             {"object_store": "obstore is not installed"},
         ) from error
     _Client.pid = _Client.pid or os.getpid()

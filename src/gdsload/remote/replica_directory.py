@@ -228,10 +228,13 @@ class LocalFile(RemoteFile):
 
     def verify_unchanged(self) -> None:
         try:
-            version = _version_of(os.fstat(self._fd))
+            status = os.fstat(self._fd)
         except OSError as error:
             raise self.error(str(error.strerror), errno=error.errno) from error
-        if version != self.version:
+        now, before = _version_of(status), self.version
+        if status.st_nlink == 0:  # it was deleted, which moves its ctime and changes no byte
+            now, before = now.rpartition("-")[0], before.rpartition("-")[0]
+        if now != before:
             raise FileChanged(f"{self.url}: the file changed while it was read", path=self.url)
 
     def close(self) -> None:
@@ -244,4 +247,5 @@ class LocalFile(RemoteFile):
 
 
 def _version_of(status: os.stat_result) -> str:
-    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
+    changed = f"{status.st_mtime_ns}-{status.st_ctime_ns}"
+    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{changed}"

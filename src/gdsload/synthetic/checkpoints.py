@@ -62,7 +62,9 @@ def write(
     target = Path(directory).resolve()
     wanted = total_bytes(model, layers)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        reason = "is not empty" if target.is_dir() else "is not a directory"
+        reason = "is not a directory"
+        if target.is_dir():
+            reason = f"is not empty (it has {next(target.iterdir()).name})"
         raise CheckpointError(f"{target}: it {reason}; nothing was changed", path=str(target))
     # A directory that exists is not replaced: it may be a mount point, or where a shell is.
     exists = target.is_dir()

@@ -308,6 +308,14 @@ def test_option_of_one_backend_refuses_the_others(doubles: Doubles, checkpoint: 
         load(checkpoint, nonsense=1)
 
 
+def test_value_that_one_backend_refuses_leaves_the_others(
+    doubles: Doubles, checkpoint: Path
+) -> None:
+    report = load(checkpoint, depth=128)
+    assert "depth=128" in report.refusals["gds"]
+    assert report.backend != "gds"
+
+
 def test_backend_after_fork_is_refused(doubles: Doubles, checkpoint: Path) -> None:
     backend = AutoBackend("cuda:0", 1 << 30, **SMALL)
     child = os.fork()

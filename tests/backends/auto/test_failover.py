@@ -81,6 +81,17 @@ def test_false_end_of_file_is_no_short_read(
     assert not isinstance(caught.value, ShortRead)
 
 
+def test_lost_reads_of_the_last_backend_are_failures(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Ctrl-C arrives between the backend's news and their note."""
+    monkeypatch.setattr(
+        Part, "check", lambda part: Progress([], [], part.candidate.backend.check(part.request)[2])
+    )
+    with pytest.raises(ReadError, match="Operation canceled"):
+        load(checkpoint, engine="threads")
+
+
 def test_backend_that_keeps_failing_is_left(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -285,6 +285,26 @@ def test_missing_thread_to_open_cufile_is_not_final(doubles: Doubles) -> None:
     assert library.support("cuda:0", False).usable
 
 
+def test_missing_thread_to_close_cufile_leaves_it_open(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoThread:
+        engines = 0
+
+        def close_driver(self, *_: object) -> bool:
+            raise OSError(errno.EAGAIN, "no thread to call cuFile")
+
+    driver = library.opened("cuda:0", False)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "library", NoThread())
+        with pytest.raises(GdsloadError, match="no thread to call cuFile"):
+            driver.quiesce()
+        driver.end()
+    assert library.opened("cuda:0", False) is driver
+    driver.quiesce()
+    assert not library.is_open()
+
+
 def test_engine_that_does_not_open_into_vram_is_replaced_by_the_next(
     doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

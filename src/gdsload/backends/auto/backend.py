@@ -31,6 +31,7 @@ from gdsload.backends.auto.transfers import ragged_ends_apart, wanted_bytes_of
 from gdsload.backends.base import (
     Backend,
     BackendStatus,
+    Failure,
     Memory,
     OpenFile,
     Progress,
@@ -127,7 +128,10 @@ class AutoBackend(Backend):
             if foreign := self._options.keys() - _names_of_options(kind):
                 self._refusals[name] = f"it has no option {', '.join(sorted(foreign))}"
             elif registry.is_usable(kind, self._device, self._refusals):
-                self._candidates[name] = Candidate(kind(**self._options))
+                try:
+                    self._candidates[name] = Candidate(kind(**self._options))
+                except ValueError as error:  # others take this value of an option
+                    self._refusals[name] = str(error)
 
     @property
     def _is_worth_cufile(self) -> bool:
@@ -346,7 +350,12 @@ class AutoBackend(Backend):
             candidate.failures.append(f"{why} {failure.text or os.strerror(failure.errno)}")
         if progress.finished or candidate.abandoned:
             part.end()
-            again += part.unsettled()
+            lost = part.unsettled()
+            if candidate.name == LAST:  # no candidate is left to read them
+                for transfer in lost:
+                    request.settle(transfer, Failure(0, 0, errno.ECANCELED))
+            else:
+                again += lost
             for path, nbytes in part.paths.items():
                 candidate.read_bytes += nbytes
                 if path.rpartition("/")[2] in _COMPAT:

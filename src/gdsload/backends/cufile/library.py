@@ -193,6 +193,10 @@ class Driver(quiesce.Holder):
         _driver.clear()
         try:
             closed = self.library.close_driver(CLOSE_SECONDS)
+        except OSError as error:  # no thread for the call, which was not made
+            _driver.append(self)
+            why = error.strerror
+            raise GdsloadError(f"cuFile's driver cannot be closed: {why}") from error
         except CuFileFailure as error:
             raise _latch(f"cuFile does not close: {explain(error.code) or error}") from error
         if not closed:
@@ -202,7 +206,7 @@ class Driver(quiesce.Holder):
         """Closes it at the end of the process, unless something is registered with it. Otherwise
         libcufile closes it in an exit handler of its own, when CUDA may be closed already."""
         if self.pid == os.getpid() and self._engines_ended() and not self._registered:
-            with suppress(BackendUnavailable):  # nobody is left to handle it
+            with suppress(GdsloadError):  # nobody is left to handle it
                 self._close()
 
     def paths(self) -> dict[str, int]:
@@ -404,7 +408,7 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
         why = "cuFile opened in compatibility mode only: it has no native path here"
     except CuFileFailure as error:
         why = f"cuFile opens, but does not say which path it has: {explain(error.code) or error}"
-    with suppress(CuFileFailure):  # the failure is final anyway
+    with suppress(CuFileFailure, OSError):  # the failure is final anyway
         found.close_driver(CLOSE_SECONDS)
     raise _latch(why)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload._native.first_touch import MODES
 from gdsload._native.pump import Pump
 from gdsload.backends.base import (
+    NO_NUMBERS,
     Memory,
     OpenFile,
     Option,
@@ -150,7 +151,7 @@ class PosixBackend(PumpBackend):
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
             self._adapt(what.storage)
-            return Registration(what, self._new_file_numbers())
+            return Registration(what, NO_NUMBERS)
         if what.kind == VRAM:
             return Registration(what, -1)
         if what.kind != DRAM:

@@ -208,6 +208,7 @@ def _load_old(
 def _patch_load(module: ModuleType) -> Iterator[Replacement]:
     base = module.PreTrainedModel
     function_of(base, _LOAD)
+    function_of(module, "is_deepspeed_zero3_enabled")
     raw = vars(base)[_LOAD]
     plain = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
     bound = isinstance(raw, classmethod)
@@ -238,7 +239,7 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
         is_quantized = named.get("hf_quantizer") is not None
         if load is _load:
             title = getattr(config, "pretrained_model_name_or_path", None)
-            is_quantized = config.is_quantized
+            is_quantized = getattr(config, "hf_quantizer", None) is not None
         title = shown_source(original_of(title or (files or ["?"])[0]))
         with _remembered(), safetensors_errors(), reported(str(title)) as report:
             is_zero3 = module.is_deepspeed_zero3_enabled() and not is_quantized

@@ -55,8 +55,10 @@ class LoadPlan:
     # Of two tied ones that may be equal when they are cast, the later in the file and the earlier.
     twins: dict[str, str] = field(default_factory=dict)
     deferred: bool = True  # tensors are requested one by one, by the thread that sets them
-    # Answers of rename_source_key: (key, number of renamings, number of converters).
-    names: dict[tuple[str, int, int], tuple[str, str | None]] = field(default_factory=dict)
+    # Answers of rename_source_key: (key, number of renamings, number of converters, prefix).
+    names: dict[tuple[str, int, int, str | None], tuple[str, str | None]] = field(
+        default_factory=dict
+    )
 
     def count(self) -> dict[str, int]:
         """The number of tensors with each fate."""
@@ -97,7 +99,7 @@ class _Naming:
         found: tuple[str, str | None] = self._rename(
             key, renamings, converters, self._prefix, self.parameters
         )
-        self._answers[key, len(renamings), len(converters)] = found
+        self._answers[key, len(renamings), len(converters), self._prefix] = found
         return found
 
 

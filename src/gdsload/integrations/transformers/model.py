@@ -72,7 +72,7 @@ def from_pretrained(
         *args: Passed to `cls.from_pretrained`.
         cls: A class of transformers with a `from_pretrained`, such as an Auto class; None for the
             architecture that the config names.
-        backend: "auto" or the name of a backend.
+        backend: "auto" or the name of a backend. For a class without weights, its own `backend`.
         page_cache: As for `load_file`; but with "auto", tensors that are cast or merged fill the
             page cache only while copying them waits for the storage.
         group: A group of torch.distributed whose ranks load this model together: each of them reads
@@ -106,7 +106,9 @@ def from_pretrained(
         model = gdsload.from_pretrained("model", dtype="bfloat16")
     """
     inherited = hooks.active() or Options()
-    if backend != "auto":
+    if backend != "auto" and not _is_of_models(cls):
+        kwargs["backend"] = backend  # such as that of image processors
+    elif backend != "auto":
         inherited = inherited.with_reading(backend=backend)
     if page_cache != "auto":
         inherited = inherited.with_reading(page_cache=page_cache)
@@ -205,6 +207,7 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
             found = None
             with suppress(OSError, ValueError):
                 where = {name: kwargs[name] for name in _ADAPTER_WORDS if name in kwargs}
+                where |= kwargs.get("adapter_kwargs") or {}
                 found = transformers.utils.find_adapter_config_file(str(source), **where)
             if found is None:
                 raise

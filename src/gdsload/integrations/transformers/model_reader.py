@@ -250,7 +250,7 @@ class ModelReader:
         """Posts the first reads to devices. To be called after transformers has warmed up torch's
         allocator, which provides their memory. Raises PlacementError and ReadError."""
         for queue in self._device_queues.values():
-            queue.start()
+            self._begin(queue)
 
     def parameters_in_memory(self) -> set[str]:
         """Parameters that need no memory of torch's allocator: they are prefetched to their

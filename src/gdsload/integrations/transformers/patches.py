@@ -72,7 +72,8 @@ def _patch_renaming(module: ModuleType) -> Iterator[Replacement]:
         reader = running.get()
         if reader is None or named.get("reverse"):
             return rename(key, renamings, converters, *rest, **named)
-        found = reader.plan.names.get((key, len(renamings), len(converters)))
+        prefix = rest[0] if rest else named.get("base_model_prefix")
+        found = reader.plan.names.get((key, len(renamings), len(converters), prefix))
         if found is None:
             found = rename(key, renamings, converters, *rest, **named)
         reader.renamed = found[0]

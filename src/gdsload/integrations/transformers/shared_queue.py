@@ -84,11 +84,11 @@ class SharedQueue(ReadaheadQueue):
 
     def start(self) -> None:
         """Starts the thread that reads. Raises GdsloadError if no thread can be started."""
-        if self._thread is not None:
-            return
-        self._thread = start_thread(self._read, "gdsload-exchange")
-        if self._thread is None:
-            raise GdsloadError("no thread can be started to exchange tensors")
+        with self._changed:
+            if self._thread is None:
+                self._thread = start_thread(self._read, "gdsload-exchange")
+            if self._thread is None:
+                raise GdsloadError("no thread can be started to exchange tensors")
 
     def _read(self) -> None:
         try:
@@ -144,6 +144,8 @@ class SharedQueue(ReadaheadQueue):
         start = time.monotonic()
         with self._changed:
             if key in self._expected:
+                if not self._ending:
+                    self.start()  # a copy of the state dict does not begin the reads
                 self._waiting += 1
                 try:
                     while key not in self._arrived and not self._ending:
@@ -187,4 +189,6 @@ class SharedQueue(ReadaheadQueue):
         if not self._closed:
             self._stop("closed")
             self._arrived.clear()
+            # Its frames have windows of this load, and refer to this object.
+            self._failure = None
         super().close()
