@@ -46,7 +46,7 @@ from gdsload.errors import CheckpointError, shown
 from gdsload.remote.directory import HEAD_BYTES
 from gdsload.remote.urls import shown_source
 from gdsload.system import quiesce
-from gdsload.system.gc_control import collector_paused
+from gdsload.system.gc_control import collector_eased, collector_paused
 from gdsload.system.parallel import parallel_map
 from gdsload.system.stall import STALL_SECONDS
 from gdsload.system.storage import distant_filesystem_of
@@ -180,6 +180,7 @@ class Checkpoint(quiesce.Holder):
         return cls._opened(title, lambda _: found, strict, header_limit, stall_seconds)
 
     @classmethod
+    @collector_eased()
     def _opened(
         cls,
         source: str,
