@@ -7,9 +7,9 @@ stay, with a thousand passes over them: 3.5 s beside a prefetch, and 3.0 s with 
 
 The collector belongs to the process. While a load parses, plans or hands out tensors, garbage of
 other threads is not collected; if it created many objects, all objects of the process move to the
-oldest generation; while a prefetch is open or transformers loads, the threshold of the youngest
-generation is 10,000. A collector that is off, frozen objects and a higher threshold are left as
-they are.
+oldest generation; while a checkpoint is opened, a prefetch is open or transformers loads, the
+threshold of the youngest generation is 10,000. A collector that is off, frozen objects and a higher
+threshold are left as they are.
 """
 
 from __future__ import annotations
