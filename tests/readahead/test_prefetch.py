@@ -199,6 +199,16 @@ def test_load_does_not_wait_for_a_prefetch_whose_mount_hangs(
         claims.withdraw(offer)
 
 
+def test_offer_keeps_no_memory_that_was_claimed(checkpoint: Path) -> None:
+    with gdsload.Checkpoint.open(checkpoint) as opened, gdsload.prefetch(checkpoint, **READ) as own:
+        assert own.wait(PATIENCE_SECONDS)
+        (offer,) = claims.offered()
+        ranges = [each for each in byte_ranges_of(opened) if each.nbytes]
+        found, _ = claims.claim_ranges(opened, ranges, PATIENCE_SECONDS, LoadReport("m"))
+        assert len(found) == len(ranges) and offer.empty
+        assert not any(row.view for rows in offer._free.values() for row in rows)
+
+
 def test_claims_of_all_tensors_leave_nothing(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, keep=True, **READ) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)

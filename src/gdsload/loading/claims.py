@@ -242,8 +242,9 @@ class Offer:
                 after = BufferView(region, offset + end - found.start)
                 rest = [found._replace(end=wanted.offset), found._replace(start=end, view=after)]
                 left = [row for row in rest if row.start < row.end]
-                # An empty row stays: to remove the first of 100,000 rows moves all others.
-                self._free[file][index : index + 1] = left or rest[:1]
+                # An empty row stays: to remove the first of 100,000 rows moves all others. It has
+                # no view, which would keep the memory of a device.
+                self._free[file][index : index + 1] = left or [rest[0]._replace(view=None)]
             return Claim(wanted, view, self._batch, found.first, found.last)
 
 

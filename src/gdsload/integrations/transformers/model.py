@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gdsload.backends import registry
 from gdsload.errors import CheckpointError, safetensors_errors
 from gdsload.integrations import other_libraries
 from gdsload.integrations.transformers import hooks
@@ -72,7 +73,7 @@ def from_pretrained(
         *args: Passed to `cls.from_pretrained`.
         cls: A class of transformers with a `from_pretrained`, such as an Auto class; None for the
             architecture that the config names.
-        backend: "auto" or the name of a backend. For a class without weights, its own `backend`.
+        backend: "auto" or the name of a backend. For a class without weights also one of its own.
         page_cache: As for `load_file`; but with "auto", tensors that are cast or merged fill the
             page cache only while copying them waits for the storage.
         group: A group of torch.distributed whose ranks load this model together: each of them reads
@@ -106,7 +107,7 @@ def from_pretrained(
         model = gdsload.from_pretrained("model", dtype="bfloat16")
     """
     inherited = hooks.active() or Options()
-    if backend != "auto" and not _is_of_models(cls):
+    if not (_is_of_models(cls) or backend == "auto" or backend in registry.discover()[0]):
         kwargs["backend"] = backend  # such as that of image processors
     elif backend != "auto":
         inherited = inherited.with_reading(backend=backend)

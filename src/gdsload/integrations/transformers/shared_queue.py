@@ -83,8 +83,10 @@ class SharedQueue(ReadaheadQueue):
         return sizes[True] + min(sizes[False], window_writer.AHEAD_BYTES)
 
     def start(self) -> None:
-        """Starts the thread that reads. Raises GdsloadError if no thread can be started."""
+        """Starts the thread that reads. Raises GdsloadError if no thread can be started, and
+        QueueClosed after `close`."""
         with self._changed:
+            self._require_unfinished()
             if self._thread is None:
                 self._thread = start_thread(self._read, "gdsload-exchange")
             if self._thread is None:
@@ -162,8 +164,9 @@ class SharedQueue(ReadaheadQueue):
                     self.taken_bytes += tensor.nbytes
                     self._changed.notify_all()
                     return tensor
-                if self._failure is not None and self._ending != "closed":
-                    raise self._failure
+                failure = self._failure  # `close` in another thread forgets it
+                if failure is not None and self._ending != "closed":
+                    raise failure
                 raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
         return super().take(tensor_slice)
 
@@ -172,8 +175,9 @@ class SharedQueue(ReadaheadQueue):
         that ended the exchange, if any."""
         self.start()
         self._stop("finished")
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure
+        if failure is not None:
+            raise failure
 
     def _stop(self, how: str) -> None:
         with self._changed:
