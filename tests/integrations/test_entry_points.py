@@ -341,6 +341,7 @@ def test_adapter_in_the_hub_cache_is_one_for_an_auto_class(tmp_path: Path) -> No
         architecture("org/none", **words)
 
 
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 looks in the directory itself only")
 def test_adapter_in_a_folder_of_its_own_is_found_by_its_keywords(tmp_path: Path) -> None:
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text("{}")
