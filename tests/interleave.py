@@ -395,7 +395,7 @@ class Run:
         if not self.is_cancelled(job):
             whole = request.wait(LONG_SECONDS) or self.is_cancelled(job)
             require(whole or self.log.broken > 0, "a wait ended without its reads")
-        require(request.quiet(LONG_SECONDS), "a request did not end")
+        require(request.wait_until_idle(LONG_SECONDS), "a request did not end")
         require(not request.posted, "a request that ended is still under way")
         broken = self.log.broken > 0
         if not broken:

@@ -45,13 +45,13 @@ def test_memory_of_a_hanging_copy_is_kept_until_it_has_ended(
         return weakref.ref(owner)
 
     def interrupted(pipeline: StagingPipeline) -> bool:
-        leave(pipeline)
+        park_or_close(pipeline)
         raise KeyboardInterrupt
 
-    leave = StagingPipeline.leave
+    park_or_close = StagingPipeline.park_or_close
     with monkeypatch.context() as patch:
         if error is KeyboardInterrupt:
-            patch.setattr(StagingPipeline, "leave", interrupted)
+            patch.setattr(StagingPipeline, "park_or_close", interrupted)
         first = copy(error)
     gc.collect()
     assert first() is not None

@@ -93,7 +93,7 @@ def test_finished_request_posted_again_reads_again(fd: int, faults: Faults, pump
     for _ in range(5):
         faults.script(rule(ERRNO, errno.EIO, times=2, skip=1))
         request.post()
-        assert request.wait(60.0) and request.quiet(60.0)
+        assert request.wait(60.0) and request.wait_until_idle(60.0)
         assert request.settled == 4 and len(request.news()) == 4
     pump.close(1.0)
 
@@ -103,7 +103,7 @@ def test_post_while_under_way_raises(fd: int, faults: Faults, pump: Pump) -> Non
     with pytest.raises(RuntimeError, match="under way"):
         request.post()
     faults.let_go()
-    assert request.wait(60.0) and request.quiet(60.0)
+    assert request.wait(60.0) and request.wait_until_idle(60.0)
     request.post()
     assert request.wait(60.0)
     pump.close(1.0)
@@ -125,9 +125,9 @@ def test_cancelled_request_keeps_completed_reads(fd: int, faults: Faults, pump: 
     assert request.wait(120.0, 0, 0)
     faults.wait_hung()
     request.cancel()
-    assert not request.quiet(0.0)
+    assert not request.wait_until_idle(0.0)
     faults.let_go()
-    assert request.quiet(60.0)
+    assert request.wait_until_idle(60.0)
     assert request.result(1)[:2] == (True, 4096), "the read in flight completed"
     pump.close(1.0)
 
@@ -138,7 +138,7 @@ def test_cancel_while_the_engine_takes_nothing_drains(fd: int, faults: Faults, p
     request = Request(pump, *whole(region, fd, 20))
     request.post()
     request.cancel()
-    assert request.quiet(60.0)
+    assert request.wait_until_idle(60.0)
     assert pump.close(120.0)
 
 
@@ -217,10 +217,10 @@ def test_request_beside_a_hanging_one_completes(fd: int, faults: Faults, pump: P
     request = Request(pump, *whole(other, fd, 16))
     for _ in range(3):
         request.post()
-        assert request.wait(60.0) and request.failed == 0 and request.quiet(60.0)
+        assert request.wait(60.0) and request.failed == 0 and request.wait_until_idle(60.0)
     stuck.cancel()
     faults.let_go()
-    assert stuck.quiet(120.0)
+    assert stuck.wait_until_idle(120.0)
     pump.close(1.0)
 
 
@@ -258,7 +258,7 @@ def test_each_cancellation_is_sent(fd: int, faults: Faults, pump: Pump) -> None:
             time.sleep(0.001)
         assert faults.log.cancels == number
     faults.let_go()
-    assert all(request.quiet(60.0) for request in requests)
+    assert all(request.wait_until_idle(60.0) for request in requests)
     pump.close(1.0)
 
 
@@ -308,7 +308,7 @@ def test_many_waiters_all_return(fd: int, faults: Faults, pump: Pump) -> None:
             assert not request.wait(0.0) and request.wait(30.0, 0, 7)
             faults.let_go()
             assert all(wait.result(120.0) for wait in waits)
-            assert request.quiet(60.0)
+            assert request.wait_until_idle(60.0)
     pump.close(1.0)
 
 
@@ -385,7 +385,7 @@ def test_buffered_read_that_blocks_linuxaio_is_followed_by_none_that_is_cancelle
         time.sleep(0.001)
     request.cancel()
     os.write(pipes[1][1], b"a")
-    assert request.quiet(60.0)
+    assert request.wait_until_idle(60.0)
     assert unread_bytes(pipes[2][0]) == 1
     pump.close(1.0)
     for fd in sum(pipes, ()):

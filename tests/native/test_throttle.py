@@ -79,7 +79,7 @@ def test_prefetch_during_a_load_has_one_read_in_flight(fd: int, faults: Faults) 
     assert ahead.wait(PATIENCE_SECONDS), "a prefetch must still end"
     assert overlaps(ahead) == 0
     faults.let_go()
-    assert load.wait(PATIENCE_SECONDS) and load.quiet(PATIENCE_SECONDS)
+    assert load.wait(PATIENCE_SECONDS) and load.wait_until_idle(PATIENCE_SECONDS)
     again = reads(ahead_pump, fd, ahead=True)
     again.post()
     assert again.wait(PATIENCE_SECONDS)
@@ -98,7 +98,7 @@ def test_cancelled_load_in_the_kernel_does_not_count(fd: int, faults: Faults, en
     assert loads_under_way() == 1
     if end == "cancel":
         request.cancel()
-        assert not request.quiet(0.0)
+        assert not request.wait_until_idle(0.0)
     elif end == "pump":
         assert not pump.close(0.0)
     else:
@@ -122,7 +122,7 @@ def test_prefetch_with_a_waiter_counts_as_a_load(fd: int, faults: Faults) -> Non
     assert (request.ahead, loads_under_way()) == (True, 0)
     request.ahead = False
     faults.let_go()
-    assert request.wait(PATIENCE_SECONDS) and request.quiet(PATIENCE_SECONDS)
+    assert request.wait(PATIENCE_SECONDS) and request.wait_until_idle(PATIENCE_SECONDS)
     pump.close(1.0)
 
 
@@ -169,7 +169,7 @@ def test_forked_child_has_no_loads_under_way(fd: int, faults: Faults) -> None:
     assert os.waitpid(child, 0)[1] == 0 and loads_under_way() == 1
     request.cancel()
     faults.let_go()
-    assert request.quiet(PATIENCE_SECONDS)
+    assert request.wait_until_idle(PATIENCE_SECONDS)
     pump.close(1.0)
 
 

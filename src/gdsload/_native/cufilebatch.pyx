@@ -59,16 +59,21 @@ cdef struct Batches:
     Results ready
 
 
+cdef int code_of(CUfileError answer) noexcept nogil:
+    """The code of an answer, positive: cuFile's own codes are, but it answers errnos as negative
+    codes, which would become counts of bytes."""
+    return answer.err if answer.err >= 0 else -answer.err
+
+
 cdef int set_up(Batches *self, Wave *wave) noexcept nogil:
     """A fresh handle for a wave: 0, or a negative code."""
-    cdef CUfileError answer
+    cdef int code
     wave.batch = NULL
-    answer = self.files.api.batch_setup(&wave.batch, <unsigned int>self.room)
-    if answer.err != 0:
+    code = code_of(self.files.api.batch_setup(&wave.batch, <unsigned int>self.room))
+    if code != 0:
         wave.batch = NULL
-        self.last_code = answer.err
-        return -answer.err
-    return 0
+        self.last_code = code
+    return -code
 
 
 cdef void retire(Batches *self, Wave *wave, int code, int64_t result) noexcept nogil:
@@ -103,7 +108,7 @@ cdef int64_t meaning(const CUfileIOEvents *event, uint64_t size) noexcept nogil:
 cdef void poll(Batches *self, Wave *wave) noexcept nogil:
     """Takes the events of a handle."""
     cdef timespec longest
-    cdef CUfileError answer
+    cdef int code
     cdef CUfileIOEvents *event
     cdef Entry *entry
     cdef unsigned int count = <unsigned int>wave.left
@@ -111,10 +116,10 @@ cdef void poll(Batches *self, Wave *wave) noexcept nogil:
     cdef int64_t now
     longest.tv_sec = 0
     longest.tv_nsec = STATUS_NS
-    answer = self.files.api.batch_status(wave.batch, 0, &count, wave.events, &longest)
+    code = code_of(self.files.api.batch_status(wave.batch, 0, &count, wave.events, &longest))
     now = monotonic_ns()
-    if answer.err != 0:
-        retire(self, wave, answer.err, -LOST - answer.err)
+    if code != 0:
+        retire(self, wave, code, -LOST - code)
         return
     if count > <unsigned int>wave.left:
         retire(self, wave, CU_FILE_BATCH_GETSTATUS, -LOST - CU_FILE_BATCH_GETSTATUS)
@@ -215,9 +220,8 @@ cdef int fill(Batches *self, Wave *wave, const Read *reads, int count) noexcept 
 
 cdef int submit_batches(void *engine, const Read *reads, int count) noexcept nogil:
     cdef Batches *self = <Batches *>engine
-    cdef CUfileError answer
     cdef Wave *wave
-    cdef int i, taken = 0, usable = 0
+    cdef int code, i, taken = 0, usable = 0
     for i in range(WAVES):
         wave = &self.waves[i]
         if wave.batch == NULL and set_up(self, wave) != 0:
@@ -230,19 +234,19 @@ cdef int submit_batches(void *engine, const Read *reads, int count) noexcept nog
             continue
         wave.left = wave.count
         wave.event_ns = monotonic_ns()
-        answer = self.files.api.batch_submit(
-            wave.batch, <unsigned int>wave.count, wave.params, 0
+        code = code_of(
+            self.files.api.batch_submit(wave.batch, <unsigned int>wave.count, wave.params, 0)
         )
-        if answer.err == 0:
+        if code == 0:
             continue
         if wave.count == 1:
             # This read was refused, and nothing was started.
-            retire(self, wave, answer.err, -answer.err)
+            retire(self, wave, code, -code)
         else:
             # Some may have been started. The pump submits all of them again, and this engine one by
             # one, so that only the wrong one fails.
             self.one_by_one = 1
-            retire(self, wave, answer.err, -LOST - ECANCELED)
+            retire(self, wave, code, -LOST - ECANCELED)
     if not usable:
         return -self.last_code if self.last_code else -CU_FILE_BATCH_SUBMIT_FAILED
     return taken

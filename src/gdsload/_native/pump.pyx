@@ -487,7 +487,6 @@ cdef class Pump:
             raise OSError(error, f"no thread for the pump: {os.strerror(error)}")
         pump.running = 1
         while not opened and not error and monotonic_ns() < end:
-            PyErr_CheckSignals()
             with nogil:
                 deadline_in(&until, min(end - monotonic_ns(), <int64_t>SIGNAL_WAIT_NS))
                 pthread_mutex_lock(&pump.lock)
@@ -496,6 +495,8 @@ cdef class Pump:
                 error = pump.broken
                 opened = pump.engine != NULL
                 pthread_mutex_unlock(&pump.lock)
+            # After the wait, in which the thread takes its reference to what the engine needs.
+            PyErr_CheckSignals()
         if error:
             self.close(1.0)
             raise OSError(-error, os.strerror(-error))

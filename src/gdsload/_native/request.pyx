@@ -312,7 +312,7 @@ cdef class Request:
             pthread_cond_signal(&pump.news)
             pthread_mutex_unlock(&pump.lock)
 
-    def quiet(self, double timeout):
+    def wait_until_idle(self, double timeout):
         """Waits up to ``timeout`` seconds until no read of it is in flight. True if none is."""
         cdef CPump *pump = self.to
         cdef timespec until

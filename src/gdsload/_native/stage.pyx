@@ -58,7 +58,8 @@ cdef enum:
     BYTES_PER_POLL = 4194304
     CLOSE_POLL_NS = 20000000
     LAST_COPIES_NS = 1000000000
-    # A result of -CUDA_REFUSED - CUresult: the device refused the copy. Engines have no such results.
+    # -CUDA_REFUSED - CUresult, of a read or of opening: the device refused the copy, or what copies
+    # need. Engines have no such results.
     CUDA_REFUSED = 65536
     ASYNC_BYTES = 262144   # 20 us of copying: a smaller read is copied faster than handed over
 
@@ -665,7 +666,7 @@ cdef int open_stage(
                 self.slots[i].event = NULL
     if error != CUDA_SUCCESS:
         free_runner(self)
-        return -EIO
+        return -error - CUDA_REFUSED
     error = stage.ops.open(
         &self.engine, stage.engine_context, depth, &stage.buffer, stage.buffer_count
     )

@@ -82,7 +82,7 @@ def copy_to_device(
     finally:
         left = False
         try:
-            left = pipeline.leave()
+            left = pipeline.park_or_close()
         finally:  # also if Ctrl-C ends it
             # A read that was given up counts as ended, although a thread is still in it.
             if not left:

@@ -123,7 +123,7 @@ class PumpedRequest:
     def end(self) -> None:
         """Ends it: nothing is written to memory that can be freed any more."""
         self.native.cancel()
-        self.native.quiet(DRAIN_SECONDS)
+        self.native.wait_until_idle(DRAIN_SECONDS)
 
 
 class PumpBackend(Backend):
@@ -210,6 +210,6 @@ class PumpBackend(Backend):
 
     def _close_pipelines(self) -> bool:
         """Leaves them to the next load; False if a read of one of them hangs."""
-        ended = [pipeline.leave() for pipeline in self._pipelines.values()]
+        ended = [pipeline.park_or_close() for pipeline in self._pipelines.values()]
         self._pipelines.clear()
         return all(ended)

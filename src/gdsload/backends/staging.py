@@ -72,7 +72,7 @@ class StagingPipeline:
             self.stage = Stage(ring.native, device, engine, int(register), files)
             self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count))
         except OSError as error:
-            why = explain(error.errno or 0) or str(error.strerror)
+            why = _explain(error.errno or 0) or str(error.strerror)
             text = f"backend {name!r} cannot be opened for cuda:{ring.ordinal}: {why}"
             raise BackendUnavailable(text, {name: why}) from error
         ring.users.add(self)
@@ -97,7 +97,7 @@ class StagingPipeline:
         require_own_process(self.pump.pid, self.name)
         return self.stage.follow(stream)
 
-    def leave(self) -> bool:
+    def park_or_close(self) -> bool:
         """Leaves it to the next load, or closes it if a request has not ended or has failed.
 
         Returns:
@@ -116,6 +116,13 @@ class StagingPipeline:
         # Not before: the ring would take slots that are still lent for those of reads that hang.
         self.ring.users.discard(self)
         return ended
+
+
+def _explain(code: int) -> str:
+    """The meaning of a code of cuFile or of the device, "" for an errno."""
+    if code > REFUSED_COPY:
+        return f"the device refused a copy: CUDA error {code - REFUSED_COPY}"
+    return explain(code)
 
 
 class StagedRequest(PumpedRequest):
@@ -149,8 +156,7 @@ class StagedRequest(PumpedRequest):
         _, got, code = self.native.result(number)
         pipeline = self.pipeline
         if code > REFUSED_COPY:
-            text = f"the device refused a copy: CUDA error {code - REFUSED_COPY}"
-            return Failure(number, got, errno.EIO, text, final=True)
+            return Failure(number, got, errno.EIO, _explain(code), final=True)
         if code < 0 and pipeline.files is not None and self._is_in_file(self.transfers[number]):
             text = "cuFile read nothing, though the file goes on"
             return Failure(number, got, errno.EIO, text)
@@ -178,7 +184,7 @@ class StagedRequest(PumpedRequest):
         landed = False
         try:
             native.cancel()
-            native.quiet(DRAIN_SECONDS)
+            native.wait_until_idle(DRAIN_SECONDS)
             landed = self._addresses.end(DRAIN_SECONDS)
         finally:  # also if Ctrl-C ends one of the waits
             self.pipeline.ended(complete and landed)

@@ -389,13 +389,20 @@ def _end() -> None:
     for place in _places.copy().values():
         if place.lock.acquire(timeout=lifecycle.LOCK_SECONDS):
             try:
-                # A device that does not answer any more has nothing to free, and what cuFile does
-                # not deregister stays. The other rings are freed in any case.
-                with suppress(CudaFailure, CuFileFailure):
-                    if place.ring is not None and place.ring.pid == os.getpid():
-                        place.ring.end()
+                if place.ring is not None:
+                    _end_ring(place.ring)
             finally:
                 place.lock.release()
+    for ring in _given_up.copy():
+        _end_ring(ring)
+
+
+def _end_ring(ring: StagingRing) -> None:
+    # A device that does not answer any more has nothing to free, and what cuFile does not
+    # deregister stays. The other rings are freed in any case.
+    with suppress(CudaFailure, CuFileFailure):
+        if ring.pid == os.getpid():
+            ring.end()
 
 
 lifecycle.at_exit(lifecycle.RINGS, _end)

@@ -133,6 +133,8 @@ def test_short_or_failed_read_is_continued(
         ("cuFileBatchIOSubmit", CODE, 5037),
         ("cuFileBatchIOSubmit", HALF, 5040),
         ("cuFileBatchIOGetStatus", CODE, 5041),
+        ("cuFileBatchIOSubmit", CODE, -5),  # cuFile answers errnos as negative codes
+        ("cuFileBatchIOGetStatus", CODE, -5),
     ],
 )
 def test_batch_that_fails_once_is_retried(
@@ -217,6 +219,18 @@ def test_failing_read_reports_its_code(
             assert f"cuFile error {code}: " in failures[0].text
         else:
             assert failures[0].errno == 5
+        backend.release(load.request)
+
+
+def test_batches_that_are_refused_with_an_errno_have_read_nothing(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.fault("cuFileBatchIOSubmit", CODE, -5, times=-1)
+    with GdsBackend(**SMALL) as backend:
+        load = Load(backend, file)
+        failures = load.finish()
+        assert len(failures) == len(load.transfers)
+        assert {(each.errno, each.got) for each in failures.values()} == {(5, 0)}
         backend.release(load.request)
 
 
@@ -359,6 +373,16 @@ def test_failing_copy_fails_the_transfers(
         backend.release(load.request)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_device_that_refuses_what_copies_need_is_named(
+    kind: type[Backend], doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.fault("cuEventCreate", CODE, 201, skip=1, times=-1)  # not the stage's own event
+    options = {**SMALL, **({"engine": "threads"} if kind is PosixBackend else {})}
+    with kind(**options) as backend, pytest.raises(BackendUnavailable, match="CUDA error 201"):
+        Load(backend, file)
+
+
 def test_missing_memory_for_the_ring_raises(doubles: Doubles, file: OpenFile) -> None:
     before = doubles.cuda_log
     doubles.set(nbytes=before["used"] + (1 << 16))
@@ -393,9 +417,12 @@ def test_failing_pin_raises_placement_error(doubles: Doubles) -> None:
     assert doubles.cuda_log["pins"] == 0
 
 
-def test_batch_that_cannot_be_set_up_is_refused(doubles: Doubles, file: OpenFile) -> None:
-    doubles.fault("cuFileBatchIOSetUp", CODE, 5022, skip=2)
-    with GdsBackend(**SMALL) as backend, pytest.raises(BackendUnavailable, match="5022"):
+@pytest.mark.parametrize(("code", "match"), [(5022, "5022"), (-5, "Input/output error")])
+def test_batch_that_cannot_be_set_up_is_refused(
+    code: int, match: str, doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.fault("cuFileBatchIOSetUp", CODE, code, skip=2)
+    with GdsBackend(**SMALL) as backend, pytest.raises(BackendUnavailable, match=match):
         Load(backend, file)
     assert doubles.cufile_log["batches"] == 0
     assert doubles.cuda_log["events"] == 0
@@ -606,12 +633,14 @@ def test_unfinished_copies_keep_their_memory(
         backend.wait(load.request, 0.01)
     with monkeypatch.context() as patch:
         if interrupted:
-            patch.setattr(load.request, "native", Interrupted(load.request.native, "quiet"))
+            patch.setattr(
+                load.request, "native", Interrupted(load.request.native, "wait_until_idle")
+            )
         with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
             backend.release(load.request)
     assert late_copies.owners() == [load.request]
     doubles.hold_copies(False)
-    assert load.request.native.quiet(PATIENCE_SECONDS)
+    assert load.request.native.wait_until_idle(PATIENCE_SECONDS)
     backend.close()
     late_copies.forget_ended()
     assert late_copies.owners() == []

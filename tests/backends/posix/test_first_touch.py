@@ -180,7 +180,7 @@ def test_cancelled_read_stops_at_its_next_unit(tmp_path: Path) -> None:
     while request.touched()[2] == 0:
         assert not request.settled
     request.cancel()
-    assert request.quiet(60.0)
+    assert request.wait_until_idle(60.0)
     assert UNIT <= request.touched()[2] < size
     assert pump.close(1.0)
     os.close(fd)
