@@ -352,13 +352,26 @@ def test_adapter_in_a_folder_of_its_own_is_found_by_its_keywords(tmp_path: Path)
 
 
 def test_class_without_weights_gets_its_own_backend(tmp_path: Path) -> None:
-    class Processor:
+    class Processor(transformers.ImageProcessingMixin):
         @classmethod
         def from_pretrained(cls, source: Any, **words: Any) -> Any:
             return words
 
     assert gdsload.from_pretrained(tmp_path, cls=Processor, backend="pil") == {"backend": "pil"}
+    assert gdsload.from_pretrained(tmp_path, cls=Processor, backend="object_store") == {}
     assert gdsload.from_pretrained(tmp_path, cls=Processor) == {}
+
+
+def test_class_of_another_library_gets_no_backend_of_gdsload(checkpoint: Path) -> None:
+    class Pipeline:
+        @classmethod
+        def from_pretrained(cls, source: Any, **words: Any) -> Any:
+            gdsload.load_file(source)
+            return words
+
+    assert gdsload.from_pretrained(checkpoint, cls=Pipeline, backend="posix") == {}
+    with pytest.raises(gdsload.BackendUnavailable, match="posx"):
+        gdsload.from_pretrained(checkpoint, cls=Pipeline, backend="posx")
 
 
 def test_adapter_equals_transformers(qwen: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import transformers
 
 import gdsload
 import tinymodels
+from gdsload.integrations.transformers import hooks
+from gdsload.integrations.transformers.model_reader import ModelReader
 
 FIRST = "hook" if transformers.__version__[0] > "4" else "safe_open"
 
@@ -42,6 +44,32 @@ def test_install_applies_to_all_threads(qwen: Path) -> None:
     finally:
         gdsload.uninstall()
     gdsload.uninstall()
+
+
+def test_load_that_has_begun_ends_with_gdsload_if_it_is_uninstalled_meanwhile(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[bool] = []
+    start, finish = ModelReader.__enter__, ModelReader.finish
+
+    def entered(reader: ModelReader) -> ModelReader:
+        gdsload.uninstall()
+        return start(reader)
+
+    def finished(reader: ModelReader) -> None:
+        places.append(hooks.patcher.in_place)
+        finish(reader)
+
+    monkeypatch.setattr(ModelReader, "__enter__", entered)
+    monkeypatch.setattr(ModelReader, "finish", finished)
+    gdsload.install()
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    finally:
+        gdsload.uninstall()
+    assert places and all(places)
+    assert gdsload.last_report().integration == FIRST
+    assert not hooks.patcher.in_place
 
 
 def test_install_invalid_options_raise() -> None:

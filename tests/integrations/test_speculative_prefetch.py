@@ -35,13 +35,13 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return copy
 
 
-def is_prefetched(source: Path, cache: str = "direct", **kwargs: Any) -> bool:
+def is_prefetched(source: Path, cache: str = "direct", cls: Any = None, **kwargs: Any) -> bool:
     """Direct, because the headers of so small a file bring half of it into the page cache."""
     checkpoint = speculative_prefetch._open(source, Options(ReadSettings(cache=cache)), kwargs)
     if checkpoint is None:
         return False
     with checkpoint:
-        return not speculative_prefetch._is_unfit(source, checkpoint, kwargs)
+        return not speculative_prefetch._is_unfit(source, cls, checkpoint, kwargs)
 
 
 def test_weights_that_are_cast_are_not_prefetched(cold: Path) -> None:
@@ -139,6 +139,45 @@ def test_prefetch_and_load_decide_together_whether_the_page_cache_is_filled(larg
     assert "were in it" not in found  # what the prefetch read does not count
     assert not page_cache.evict(larger / "model.safetensors")
     assert io_modes_of_a_start(larger, page_cache="keep") <= {"direct", "direct bounced"}
+
+
+def test_only_models_that_want_all_weights_have_a_head_start(cold: Path) -> None:
+    class Wrapper(transformers.Qwen3ForCausalLM):
+        pass
+
+    words = {"dtype": "auto"}
+    for cls in (transformers.AutoModelForCausalLM, transformers.Qwen3ForCausalLM, Wrapper):
+        assert is_prefetched(cold, cls=cls, **words)
+    assert is_prefetched(cold, cls=transformers.AutoModel, **words)
+    for cls in (transformers.T5EncoderModel, transformers.AutoModelForTextEncoding):
+        assert not is_prefetched(cold, cls=cls, **words)
+    assert not is_prefetched(cold, num_hidden_layers=1, **words)
+    config = transformers.AutoConfig.from_pretrained(cold)
+    assert is_prefetched(cold, config=config, **words)
+    config.num_hidden_layers = 1
+    assert not is_prefetched(cold, config=config, **words)
+
+
+def test_model_inside_another_load_is_read_itself(
+    cold: Path, larger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrapper(transformers.Qwen3ForCausalLM):
+        @classmethod
+        def from_pretrained(cls, path: Any, **words: Any) -> Any:
+            gdsload.from_pretrained(larger, dtype="auto")
+            return super().from_pretrained(path, **words)
+
+    started: list[str] = []
+    real = speculative_prefetch.prefetch
+
+    def watched(source: Any, **named: Any) -> Any:
+        started.append(Path(source.source).parent.name)
+        return real(source, **named)
+
+    monkeypatch.setattr(speculative_prefetch, "prefetch", watched)
+    # The outer one has no head start: it casts.
+    gdsload.from_pretrained(cold, cls=Wrapper, dtype="float16")
+    assert started == ["larger"]
 
 
 def test_quantized_checkpoint_is_not_prefetched(cold: Path) -> None:

@@ -169,7 +169,9 @@ def test_weights_that_callbacks_wrote_to_are_not_tied(twice: Path, comparing: li
 
 
 class Tied(torch.nn.Module):
-    """Two equal parameters, which are to be tied."""
+    """Two equal parameters, which are to be tied, in a class of transformers."""
+
+    __module__ = "transformers.models.tied"
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,6 +198,17 @@ def test_loaded_parameters_are_compared_once(comparing: list[str]) -> None:
     assert comparing == ["compared"]
     assert tied_equal(model.source, model.target)
     assert comparing == ["compared"] * 2  # the answer is for one load
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_weights_of_a_class_with_code_of_its_own_are_compared_at_the_end(
+    comparing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write to one of them before that."""
+    monkeypatch.setattr(Tied, "__module__", "remote_code")
+    model = loaded(Tied())
+    assert comparing == []
+    assert tied_equal(model.source, model.target)
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
@@ -373,6 +386,31 @@ def test_twins_that_are_not_surely_tied_are_two(
     model = twins.load()
     assert not tied(model)
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_twins_of_an_adapter_are_two(twins: Twins, tmp_path: Path) -> None:
+    """transformers ties the weights of a model, and not again those that an adapter brings."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    del twins.tensors[HEAD]
+    base = twins.load()
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    folder = tmp_path / "adapter"
+    adapted.save_pretrained(folder)
+    file = folder / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    prefix, embeddings = "base_model.model.", twins.tensors[EMBEDDINGS]
+    tensors |= {prefix + name: embeddings.clone() for name in (EMBEDDINGS, HEAD)}
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    words: Any = {"dtype": torch.float32}
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, **words)
+    model = gdsload.from_pretrained(folder, **words)
+    assert tinymodels.differences(stock, model) == []
+    pointers = [
+        {each.get_input_embeddings().weight.data_ptr(), each.lm_head.weight.data_ptr()}
+        for each in (stock, model)
+    ]
+    assert len(pointers[0]) == len(pointers[1])
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")

@@ -247,7 +247,12 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
             if reason:
                 note(report, STOCK, reason)
                 return original(state_dict)
-            return load(original, model, [str(file) for file in files], config, options, report)
+            paths, this = [str(file) for file in files], object()
+            try:  # a load that has begun ends as it began, also if its user leaves meanwhile
+                patcher.enter(this)
+                return load(original, model, paths, config, options, report)
+            finally:
+                patcher.leave(this)
 
     replacement: Any = classmethod(wrapper) if bound else staticmethod(wrapper)
     yield Replacement(base, _LOAD, replacement)

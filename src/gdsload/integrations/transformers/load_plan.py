@@ -199,7 +199,7 @@ def load_plan_of(
         plan.buffers = [buffer for buffer in buffers if buffer is not None]
     plan.buffers.sort(key=lambda b: min(FILE_ORDER(infos[kind.keys[0]]) for kind in b.kinds))
     plan.written = {key for buffer in plan.buffers for key in buffer.keys}
-    plan.twins = _twins(model, patterns_of, plan.buffers, infos)
+    plan.twins = _twins(model, parameters, patterns_of, plan.buffers, infos)
     order = list(slices)
     if plan.deferred:  # parameter by parameter
         order = [key for patterns in patterns_of.values() for ks in patterns.values() for key in ks]
@@ -231,6 +231,7 @@ def _buffer(
 
 def _twins(
     model: Any,
+    parameters: Mapping[str, Any],
     patterns_of: Mapping[str, _Patterns],
     buffers: Sequence[ParameterBuffer],
     infos: Mapping[str, TensorInfo],
@@ -246,6 +247,8 @@ def _twins(
     }
     twins = {}
     for pair in twin_pairs(model):
+        if not all(name in parameters and parameters[name].is_meta for name in pair):
+            continue  # an adapter writes to a model that is complete: nobody ties its tensors again
         keys_of = [keys for name in pair for keys in patterns_of.get(name, {}).values()]
         found = [key for keys in keys_of for key in keys]
         if len(found) != 2 or not casts.keys() >= set(found):

@@ -107,8 +107,8 @@ def from_pretrained(
         model = gdsload.from_pretrained("model", dtype="bfloat16")
     """
     inherited = hooks.active() or Options()
-    if not (_is_of_models(cls) or backend == "auto" or backend in registry.discover()[0]):
-        kwargs["backend"] = backend  # such as that of image processors
+    if backend != "auto" and _means_its_own(backend, cls):
+        kwargs["backend"] = backend
     elif backend != "auto":
         inherited = inherited.with_reading(backend=backend)
     if page_cache != "auto":
@@ -128,7 +128,7 @@ def from_pretrained(
         held(current, callbacks),
         _entered(inherited),
         _path_of(source, report, kwargs) as path,
-        speculative_prefetch(path, inherited, report, kwargs)
+        speculative_prefetch(path, cls, inherited, report, kwargs)
         if _is_of_models(cls)
         else nullcontext(),
     ):
@@ -153,6 +153,16 @@ def from_pretrained(
         if callbacks is not None:
             callbacks.finish(model)
         return model
+
+
+def _means_its_own(backend: str, cls: Any) -> bool:
+    """Whether the backend is that of a class without weights, such as transformers' processors of
+    images, and none of gdsload."""
+    if _is_of_models(cls) or not any(
+        base.__module__.startswith("transformers.") for base in cls.__mro__
+    ):
+        return False
+    return backend not in registry.ELSEWHERE and backend not in registry.discover()[0]
 
 
 def _is_of_models(cls: Any) -> bool:

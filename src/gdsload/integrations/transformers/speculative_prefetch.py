@@ -21,7 +21,7 @@ from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.monkeypatch import held
-from gdsload.integrations.transformers.stand_ins import opened_before
+from gdsload.integrations.transformers.stand_ins import opened_before, opened_for
 from gdsload.loading import claims
 from gdsload.memory import page_cache
 from gdsload.readahead.prefetch import Prefetch, prefetch
@@ -54,11 +54,16 @@ _FSDP = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 @contextmanager
 def speculative_prefetch(
-    source: str | os.PathLike[str], options: Options, report: LoadReport, kwargs: Mapping[str, Any]
+    source: str | os.PathLike[str],
+    cls: Any,
+    options: Options,
+    report: LoadReport,
+    kwargs: Mapping[str, Any],
 ) -> Iterator[None]:
     """Prefetches inside the `with`, and adds the reads to `report`.
 
-    The load inside uses the headers that were parsed here.
+    The load inside, of `cls.from_pretrained` with these keywords, uses the headers that were parsed
+    here. `cls` is None if the checkpoint decides.
     """
     checkpoint = _open(source, options, kwargs)
     if checkpoint is None:
@@ -67,7 +72,7 @@ def speculative_prefetch(
     own = checkpoint is not opened_before.get()
     with checkpoint if own else nullcontext(), held(opened_before, checkpoint):
         reading = options.reading
-        if _is_unfit(source, checkpoint, kwargs):
+        if _is_unfit(source, cls, checkpoint, kwargs):
             yield
             return
         with prefetch(
@@ -119,7 +124,7 @@ def _open(
         or _goes_elsewhere()
     ):
         return None
-    known = opened_before.get()
+    known = opened_for(source)
     if known is not None:
         return known if known.total_bytes >= LEAST_PREFETCH_BYTES else None
     location = {word: kwargs[word] for word in _LOCATION if kwargs.get(word) is not None}
@@ -158,15 +163,38 @@ def _goes_elsewhere() -> bool:
     return (device is not None and device().type != "cpu") or (is_zero3 is not None and is_zero3())
 
 
-def _is_unfit(
-    source: str | os.PathLike[str], checkpoint: Checkpoint, kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether experts will probably be merged, tensors cast, quantized ones moved to a GPU, or
-    other files read."""
-    infos = checkpoint.tensors.values()
-    if any(".experts." in info.name for info in infos):
+def _wants_all(cls: Any, config: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a class probably uses all tensors of a checkpoint, unlike an encoder alone, or a
+    model with fewer layers. `config` is that of the checkpoint."""
+    given: Any = kwargs.get("config")
+    wanted = {**(given.to_dict() if hasattr(given, "to_dict") else {}), **kwargs}
+    numbers = {word: number for word, number in config.items() if type(number) is int}
+    if any(type(n := wanted.get(word)) is int and n != numbers[word] for word in numbers):
+        return False
+    if cls is None or cls.__name__ == "AutoModel" or cls.__name__ in (config.get("auto_map") or ()):
         return True
-    config = _config_of(source, checkpoint, kwargs)
+    # The names of an automatic class by the type of the model, without the imports of the models.
+    classes = getattr(getattr(cls, "_model_mapping", None), "_model_mapping", None)
+    if classes is None:
+        names: Any = [base.__name__ for base in cls.__mro__]
+    else:
+        names = classes.get(config.get("model_type"), ())
+        names = [names] if isinstance(names, str) else names
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(name in architectures for name in names)
+
+
+def _is_unfit(
+    source: str | os.PathLike[str], cls: Any, checkpoint: Checkpoint, kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether experts will probably be merged, tensors cast, quantized ones moved to a GPU, other
+    files read, or a part left out."""
+    infos = checkpoint.tensors.values()
+    in_file = _config_in_file(source, checkpoint, kwargs)
+    if any(".experts." in info.name for info in infos) or not _wants_all(cls, in_file, kwargs):
+        return True
+    given: Any = kwargs.get("config")
+    config = given.to_dict() if hasattr(given, "to_dict") else in_file
     if config.get("transformers_weights"):  # their name
         return True
     if any(
@@ -180,13 +208,10 @@ def _is_unfit(
     return largest is not None and wanted not in (None, DTYPES[largest.dtype].torch_name)
 
 
-def _config_of(
+def _config_in_file(
     source: str | os.PathLike[str], checkpoint: Checkpoint, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config of the model, as in its file; {} if it cannot be read."""
-    config = kwargs.get("config")
-    if config is not None and hasattr(config, "to_dict"):
-        return dict(config.to_dict())
+    """The config in the directory of the checkpoint; {} if it cannot be read."""
     if os.path.isdir(source):  # also one that stands for a URL
         directory = os.path.join(source, kwargs.get("subfolder") or "")
     else:

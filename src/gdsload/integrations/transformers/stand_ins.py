@@ -59,6 +59,14 @@ def original(path: Any) -> Any:
     return path if current is None else current.urls.get(os.path.normpath(str(path)), path)
 
 
+def opened_for(path: Any) -> Checkpoint | None:
+    """The open checkpoint of the URL whose stand-in a path is; None for any other path."""
+    current, known = _current.get(), opened_before.get()
+    if current is None or known is None or original(path) == path:
+        return None
+    return known if any(known is each for each in current.checkpoints) else None
+
+
 def opened_as(files: Sequence[str]) -> Checkpoint | None:
     """The open checkpoint for whose shards these files stand; None if there is none."""
     if current := _current.get():

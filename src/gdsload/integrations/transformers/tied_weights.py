@@ -59,23 +59,21 @@ def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def asked_pairs(model: Any) -> list[tuple[str, str]]:
-    """The pairs whose equality transformers will ask for if the checkpoint holds both."""
-    if not hasattr(sys.modules.get("transformers.modeling_utils"), TIED_EQUAL):
+    """The pairs whose equality transformers will ask for if the checkpoint holds both. The code of
+    others may write to one of them before that."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if not (hasattr(modeling, TIED_EQUAL) and type(model).__module__.startswith("transformers.")):
         return []
     return list((getattr(model, "all_tied_weights_keys", None) or {}).items())
 
 
 def twin_pairs(model: Any) -> list[tuple[str, str]]:
     """The pairs that transformers will surely tie if they are equal, and of which nobody writes to
-    one alone before that: not the code of others."""
+    one alone before that."""
     from transformers import PreTrainedModel
 
-    kind = type(model)
-    if (
-        not kind.__module__.startswith("transformers.")
-        or kind.tie_weights is not PreTrainedModel.tie_weights
-        or module_callbacks.current.get() is not None
-    ):
+    others_tie = type(model).tie_weights is not PreTrainedModel.tie_weights
+    if others_tie or module_callbacks.current.get() is not None:
         return []
     pairs = asked_pairs(model)
     uses = Counter(name for pair in pairs for name in pair)
