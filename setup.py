@@ -26,6 +26,8 @@ from setuptools.command.build_py import build_py
 
 if sys.platform != "linux":
     sys.exit(f"gdsload runs on Linux only, and this is {sys.platform}")
+if sys.byteorder != "little":
+    sys.exit("gdsload runs on little-endian processors only: tensors are the bytes of files")
 
 NATIVE = Path("src/gdsload/_native")
 REPOSITORY = os.environ.get("GDSLOAD_REPOSITORY", "").rstrip("/")

@@ -143,8 +143,8 @@ async def astream(
 
 
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
-# Whether this is the context of a callback. It may wait for other loads in the loop, and the load
-# that has the loop's turn waits for the callback.
+# Whether this is the context of a callback. Loads in it do not wait for the loop's turn: the load
+# that has the turn waits for the callback.
 _in_callback: ContextVar[bool] = ContextVar("gdsload.in_callback", default=False)
 # By event loop: at most one load is in a thread of its executor. If all waited there for a turn, no
 # thread would be left for the rest of the program. A loop without loads has no entry.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.ranges import bytes_of
 from gdsload.backends.registry import find, names as registered
@@ -144,15 +144,17 @@ def load_file(
         cache: "auto" chooses for each byte range; "direct" bypasses the page cache; "buffered"
             reads through it; "mapped" maps the files. URLs have no page cache: "mapped" is an
             error, the others are the same.
-        page_cache: What stays in the page cache, for later loads and other processes. "auto" reads
-            into it and maps it, if the checkpoint has room in memory, is on local storage, is
-            loaded into host memory with `cache` "auto", and at least 0.9 of it is wanted; later
-            loads read nothing. Other loads read past it, and those with the options "pages" or
-            "request_bytes" of the backend. "fill" does the same, also for a smaller part and with
-            these options; "keep" never does. "drop" removes at the end of the load what was read
-            through the page cache, except for bytes that were there before, and for mapped files.
-            The kernel allows it only for files that the user owns or may write to;
-            `report.refusals` names others. `report.page_cache` tells what was decided, and why.
+        page_cache: What stays in the page cache, for later loads and other processes.
+            "auto" reads into it and maps it, so that later loads read nothing, if the checkpoint
+            has room in memory, is on local storage, is loaded into host memory with `cache` "auto",
+            at least 0.9 of it is wanted, and `options` has neither "pages" nor "request_bytes".
+            Otherwise it does not fill it.
+            "fill" is like "auto", but also for a smaller part and with these options.
+            "keep" never fills it.
+            "drop" removes at the end of the load what was read through the page cache, except for
+            bytes that were there before, and for mapped files. The kernel allows it only for files
+            that the user owns or may write to; `report.refusals` names others.
+            `report.page_cache` tells what was decided, and why.
         options: Options of the backend, such as `{"engine": "threads"}`.
         group: A group of torch.distributed whose ranks load this checkpoint together: each of them
             reads a share, and they exchange the bytes. All its ranks make the same call; `device`,
@@ -195,8 +197,8 @@ def load_file(
         ValueError: An argument has no such value.
         IndexError: An index in `slices` is outside its tensor.
 
-        All errors of gdsload are `safetensors.SafetensorError` too, except for files that do not
-        exist or are not readable: these are FileNotFoundError and PermissionError.
+        All errors of gdsload are `safetensors.SafetensorError` too, except for files that cannot be
+        opened: these are OSError, such as FileNotFoundError and PermissionError.
 
     Example:
         >>> tensors = gdsload.load_file("model", device="cuda:0")
@@ -206,14 +208,13 @@ def load_file(
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
-    opened = partial(_opened, filename, settings, target, lookup, names, slices, progress)
+    call = _LoadCall(filename, settings, target, lookup, names, slices, progress, "file")
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
         found: list[str] = []
-        arguments = (sharing, opened, slices, settings, target, "file", STREAM_WINDOW_BYTES)
-        shared = dict(_shared(*arguments, found=found))
+        shared = dict(call.shared(sharing, STREAM_WINDOW_BYTES, found=found))
         return {name: shared[name] for name in found}
-    with opened() as (session, wanted, advance):
+    with call.opened() as (session, wanted, advance):
         infos = wanted.parts
         if session.device != target:  # torch moves the tensors there
             pairs = load_in_windows(session, infos, STREAM_WINDOW_BYTES, target, advance)
@@ -442,15 +443,13 @@ def stream(
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
-
+    call = _LoadCall(source, settings, target, lookup, names, slices, progress, order)
     sharing = _sharing(group, shards, readers)
-    opened = partial(_opened, source, settings, target, lookup, names, slices, progress, order)
     if sharing is not None:
-        arguments = (sharing, opened, slices, settings, target, order, window_bytes)
-        return _shared(*arguments, held_bytes=window_bytes)
+        return call.shared(sharing, window_bytes, held_bytes=window_bytes)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        with opened() as (session, wanted, advance):
+        with call.opened() as (session, wanted, advance):
             pairs = load_in_windows(session, wanted.parts, window_bytes, target, advance)
             with closing(pairs):
                 yield from wanted.assembled(pairs)
@@ -499,44 +498,82 @@ class _Wanted:
             del tensor
 
 
-@contextmanager
-def _opened(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    settings: ReadSettings,
-    target: str,
-    lookup: Lookup,
-    names: Names,
-    slices: Mapping[str, Any] | None,
-    progress: bool | None,
-    order: str = "file",
-) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
-    """A session for one load, what it reads, and the function for its progress bar."""
-    single = isinstance(source, (str, bytes, os.PathLike))
-    title = shown_source(os.fsdecode(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
-    report = LoadReport(title, device=target, on_event=settings.on_event)
-    with report.whole(), ExitStack() as stack:
-        device_init = None
-        if target.partition(":")[0] == "cuda":
-            from gdsload.loading.device_init import begin
+class _LoadCall(NamedTuple):
+    """What one call of `load_file` or `stream` was asked for. `target` is the name of a device."""
 
-            paths: Any = [source] if single else source
-            first = next(iter(paths), "")
-            if device_init := begin(target, settings.backend, settings.options, first):
-                stack.callback(device_init.leave)
-        with report.phase("open"):
-            checkpoint = stack.enter_context(lookup.open(source))
-            wanted = _Wanted(checkpoint, names, slices, order)
-        if device_init is not None:
-            with report.phase("wait for the device"):
-                device_init.finish()
-        report.tensors, report.wanted_bytes = wanted.number, wanted.nbytes
-        verifier = verifier_of(checkpoint, settings.verify, report)
-        session = stack.enter_context(
-            open_session(checkpoint, report, settings, target, report.wanted_bytes, verifier)
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    settings: ReadSettings
+    target: str
+    lookup: Lookup
+    names: Names
+    slices: Mapping[str, Any] | None
+    progress: bool | None
+    order: str
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
+        """A session for the load, what it reads, and the function for its progress bar."""
+        source, settings, target = self.source, self.settings, self.target
+        single = isinstance(source, (str, bytes, os.PathLike))
+        title = shown_source(os.fsdecode(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
+        report = LoadReport(title, device=target, on_event=settings.on_event)
+        with report.whole(), ExitStack() as stack:
+            device_init = None
+            if device_name.device_kind(target) == "cuda":
+                from gdsload.loading.device_init import begin
+
+                paths: Any = [source] if single else source
+                first = next(iter(paths), "")
+                if device_init := begin(target, settings.backend, settings.options, first):
+                    stack.callback(device_init.join_briefly)
+            with report.phase("open"):
+                checkpoint = stack.enter_context(self.lookup.open(source))
+                wanted = _Wanted(checkpoint, self.names, self.slices, self.order)
+            if device_init is not None:
+                with report.phase("wait for the device"):
+                    device_init.finish()
+            report.tensors, report.wanted_bytes = wanted.number, wanted.nbytes
+            verifier = verifier_of(checkpoint, settings.verify, report)
+            session = stack.enter_context(
+                open_session(checkpoint, report, settings, target, report.wanted_bytes, verifier)
+            )
+            # What a rank wants is known when all ranks have met.
+            advance = stack.enter_context(progress_bar(self.progress, lambda: report.wanted_bytes))
+            yield session, wanted, advance
+
+    def shared(
+        self,
+        sharing: Sharing,
+        window_bytes: int,
+        *,
+        found: list[str] | None = None,
+        held_bytes: int | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a load that the ranks of a group share. `found` gets the names that this
+        rank wants, in its order; `held_bytes` limits the tensors at a time. Raises ValueError."""
+        from gdsload.distribution.shared_load import NOT_COMPARED, shared_tensors
+
+        if self.slices:
+            raise ValueError("slices= and group= cannot be combined: shards= divides tensors")
+        if self.settings.verify != "size":
+            raise ValueError(NOT_COMPARED)
+
+        @contextmanager
+        def whole() -> Iterator[tuple[Session, list[TensorInfo], Callable[[int], None]]]:
+            with self.opened() as (session, wanted, advance):
+                if found is not None:
+                    found.extend(info.name for info in wanted.parts)
+                yield session, wanted.parts, advance
+
+        return shared_tensors(
+            sharing,
+            whole,
+            partial(_arranged, self.order),
+            window_bytes,
+            self.target,
+            self.settings.stall_seconds,
+            held_bytes=held_bytes,
         )
-        # What a rank wants is known when all ranks have met.
-        advance = stack.enter_context(progress_bar(progress, lambda: report.wanted_bytes))
-        yield session, wanted, advance
 
 
 def _arranged(order: str, infos: Iterable[TensorInfo]) -> list[TensorInfo]:
@@ -555,45 +592,6 @@ def _sharing(group: ProcessGroup | None, shards: Shards | None, readers: str) ->
     from gdsload.distribution.shared_load import Sharing
 
     return Sharing.of(group, shards, readers)
-
-
-def _shared(
-    sharing: Sharing,
-    opened: Callable[[], AbstractContextManager[tuple[Session, _Wanted, Callable[[int], None]]]],
-    slices: Mapping[str, Any] | None,
-    settings: ReadSettings,
-    target: str,
-    order: str,
-    window_bytes: int,
-    *,
-    found: list[str] | None = None,
-    held_bytes: int | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a load that the ranks of a group share. `found` gets the names that this rank
-    wants, in its order; `held_bytes` limits the tensors at a time. Raises ValueError."""
-    from gdsload.distribution.shared_load import NOT_COMPARED, shared_tensors
-
-    if slices:
-        raise ValueError("slices= and group= cannot be combined: shards= divides tensors")
-    if settings.verify != "size":
-        raise ValueError(NOT_COMPARED)
-
-    @contextmanager
-    def whole() -> Iterator[tuple[Session, list[TensorInfo], Callable[[int], None]]]:
-        with opened() as (session, wanted, advance):
-            if found is not None:
-                found.extend(info.name for info in wanted.parts)
-            yield session, wanted.parts, advance
-
-    return shared_tensors(
-        sharing,
-        whole,
-        partial(_arranged, order),
-        window_bytes,
-        target,
-        settings.stall_seconds,
-        held_bytes=held_bytes,
-    )
 
 
 def plan(

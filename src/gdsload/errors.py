@@ -17,8 +17,9 @@
         ├── RemoteError                         .final: a source elsewhere, such as an object store
         └── CuFileError                         .code: the error code of cuFile
 
-Each is raised once, near its cause, and its text is one sentence that names the file. All of them
-can be pickled and keep their attributes.
+Each is raised once, near its cause, and its text is one sentence that names the file, if there is
+one. All can be pickled and keep their attributes. Errors that say that somebody has ended the load
+(LoadCancelled, PrefetchCancelled, QueueClosed) are defined where they are raised.
 
 In `from_pretrained` and in the functions that replace those of safetensors, the errors are
 safetensors.SafetensorError as well (`safetensors_errors`). Except CheckpointUnreadable: there

@@ -83,9 +83,9 @@ class LoadReport:
         depth: Reads in flight at most, 0 if nothing was read. The engine `threads` has half of
             them, at least 8, in the kernel at a time.
         page_cache: Whether the reads filled the page cache, and why, and about how much it held
-            before. "" if nothing was read, or if the load could not fill it: with `page_cache`
-            "keep" or "drop", checksums or a host pool, into VRAM, from elsewhere, or by another
-            engine than `threads`.
+            before. "" if there was nothing to decide: nothing was read, or the load could not fill
+            it, with `page_cache` "keep" or "drop", checksums or a host pool, into VRAM, from
+            elsewhere, or by another engine than `threads`.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.

@@ -437,8 +437,8 @@ def test_latency_decides_the_depth_unless_it_was_set() -> None:
 
 def test_workers_of_a_fetch_end_when_it_was_never_opened() -> None:
     fetch = Fetch()
-    assert fetch.hire(5) == 0
-    assert fetch.dismiss(0) == 0
+    assert fetch.reserve(5) == 0
+    assert fetch.unreserve(0) == 0
 
 
 def test_registration_of_other_memory_is_refused(backend: RemoteBackend) -> None:

@@ -180,12 +180,14 @@ def test_cold_interrupt_keeps_complete_rounds(
 
     monkeypatch.setattr(judge.Judge, "run", run_until_ctrl_c)
     output = tmp_path / "states.json"
+    output.write_text("of a long run")
     answer = run(
         "bench", "cold", tiny_checkpoint, "--repeats", "5", "--state", "huge", "none",
         "--neighbours", "--arms", "gdsload", "--output", output,
     )  # fmt: skip
-    assert answer.exit_code == 0, answer.output
-    kept = json.loads(output.read_text())
+    assert answer.exit_code == 130, answer.output
+    assert output.read_text() == "of a long run"
+    kept = json.loads(output.with_name("states-2.json").read_text())
     assert kept["conditions"]["repeats"] == 1
     assert [len(found["seconds"]) for found in kept["arms"][0]["states"].values()] == [1, 1]
     assert all(len(found["small"]) == 1 for found in kept["page_costs"].values())

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ from gated import Gate, GatedBackend, GatedRequest, gated
 from gdsload import warmup
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, OpenFile, Registration
+from gdsload.backends.base import BackendStatus
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, Shard, TensorInfo, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError, StallError
@@ -35,10 +37,12 @@ from gdsload.integrations.transformers.parameter_buffers import (
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import io_mode
+from gdsload.loading.accounting import record_backend
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
+from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import Transfer, byte_ranges_of
@@ -495,6 +499,70 @@ def test_storage_that_hangs_before_or_after_the_reads_is_a_stall(
             gdsload.load_file(tiny_checkpoint, cache="direct", stall_seconds=0.2)
     finally:
         answers.set()
+
+
+@pytest.fixture
+def distant_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of COUNT shards with one tensor each, which seem to be on distant storage."""
+    for number in range(COUNT):
+        tensors = {f"t{number}": torch.full((LENGTH,), number, dtype=torch.int32)}
+        safetensors.torch.save_file(tensors, tmp_path / f"model-{number}.safetensors")
+    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "fuse.test")
+    return tmp_path
+
+
+@pytest.mark.parametrize("call", ["reopen_direct", "verify_unchanged"])
+def test_distant_shards_are_opened_and_checked_at_the_same_time(
+    distant_shards: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    all_of_them = threading.Barrier(COUNT)
+    real = getattr(Shard, call)
+
+    def waits(shard: Shard) -> Any:
+        all_of_them.wait(60.0)
+        return real(shard)
+
+    monkeypatch.setattr(Shard, call, waits)
+    assert len(gdsload.load_file(distant_shards, cache="direct")) == COUNT
+
+
+def test_only_shards_that_were_read_are_checked(
+    distant_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    real = Shard.verify_unchanged
+    monkeypatch.setattr(
+        Shard, "verify_unchanged", lambda shard: (checked.append(shard.name), real(shard))
+    )
+    for _ in gdsload.stream(distant_shards, window_bytes=1, page_cache="keep"):
+        pass
+    assert sorted(checked) == [f"model-{number}.safetensors" for number in range(COUNT)]
+    checked.clear()
+    with gdsload.safe_open(distant_shards, framework="pt") as file:
+        file.get_tensor("t2")
+    assert checked == ["model-2.safetensors"]
+
+
+def test_process_that_may_open_few_files_keeps_some_for_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_mode, "_DESCRIPTOR_PERCENT", 0)
+    if page_cache.evict(path):
+        pytest.skip(f"{path}: its pages cannot be evicted (a file system in memory)")
+    assert len(gdsload.load_file(path, page_cache="keep")) == COUNT
+    refusals = gdsload.last_report().refusals
+    assert "ulimit -n" in refusals["direct I/O on model.safetensors"]
+
+
+def test_failovers_of_several_backends_are_added() -> None:
+    report = LoadReport("m")
+    for nbytes in (5, 2):
+        counted: dict[str, int] = {}
+        for so_far in (1, nbytes):
+            status = BackendStatus("auto", failovers={"gds -> posix": so_far})
+            backend: Any = SimpleNamespace(status=lambda status=status: status)
+            record_backend(report, backend, counted)
+    assert report.failovers == {"gds -> posix": 7}
 
 
 def test_direct_descriptor_that_a_backend_refuses_is_closed_like_others_of_its_storage(

@@ -773,6 +773,23 @@ def test_commands_read_tensors_larger_than_a_window_in_parts(
     assert run("verify", tmp_path).exit_code == 1
 
 
+def test_tensor_that_is_named_as_a_part_of_another_has_its_own_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_blocks: None
+) -> None:
+    from gdsload.cli import integrity
+
+    monkeypatch.setattr(integrity, "_WINDOW_BYTES", 3000)
+    saved = {"w": torch.arange(2500, dtype=torch.int32)}
+    save_file(saved, tmp_path / "m.safetensors")
+    with gdsload.Checkpoint.open(tmp_path) as checkpoint:
+        *_, last = integrity._parts(checkpoint, 1000)
+    assert last.nbytes < 3000 and last.name != "w"
+    save_file(saved | {str(last.name): saved["w"][:5].clone()}, tmp_path / "m.safetensors")
+    record(tmp_path)
+    assert run("verify", tmp_path).exit_code == 0
+    by_load_file(tmp_path)
+
+
 @pytest.mark.parametrize("block_bytes", [700, 2100, 5000])
 def test_verify_command_compares_every_block_whatever_its_size(
     block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,18 @@ def test_tensor_that_is_named_as_a_part_of_another_one_is_its_own(tmp_path: Path
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no F4")
+def test_large_row_of_values_of_half_a_byte_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_writer, "WINDOW_BYTES", 1000)
+    raw = torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    save_file({"w": raw.view(torch.float4_e2m1fn_x2)}, tmp_path / "model.safetensors")
+    target = {"w": torch.zeros_like(raw).view(torch.float4_e2m1fn_x2)}
+    gdsload.load_into(target, tmp_path, cache="direct")
+    assert torch.equal(target["w"].view(torch.uint8), raw)
+
+
 def test_tensor_that_is_named_as_rows_of_a_large_one_is_its_own(tmp_path: Path) -> None:
     """Of one that is larger than a window, the rows are read one window after another."""
     rows = window_writer.WINDOW_BYTES // (1 << 20)

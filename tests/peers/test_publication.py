@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load
 
 from gdsload.errors import GdsloadError
-from gdsload.peers.memory import locations_of, regions_of
+from gdsload.peers.memory import _staged, locations_of, regions_of
 from gdsload.peers.publication import (
     PublishedFile,
     PublishedTensor,
@@ -31,6 +31,12 @@ def file_with(tensors: dict[str, torch.Tensor]) -> PublishedFile:
 
 def bytes_of(file: PublishedFile) -> bytes:
     return file.header + b"".join(tensor.flat.numpy().tobytes() for tensor in file.tensors)
+
+
+def test_staged_copies_are_in_host_memory_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        (copy,) = _staged({"a": torch.arange(5, dtype=torch.uint8, device="cpu")}).values()
+    assert copy.device.type == "cpu" and copy.tolist() == [0, 1, 2, 3, 4]
 
 
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64)

@@ -105,7 +105,7 @@ def modules(wheel: Wheel) -> set[str]:
 
 def test_sdist_contains_every_source(unpacked: Path) -> None:
     kinds = {".h", ".md", ".pxd", ".py", ".pyi", ".pyx", ".sh", ".toml", ".typed"}
-    folders = ("src", "tests", "scripts", "docs", "benchmarks")
+    folders = ("src", "tests", "scripts", "docs", "benchmarks", "examples")
     wanted = {
         path.relative_to(ROOT)
         for folder in folders

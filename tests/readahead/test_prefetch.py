@@ -182,18 +182,22 @@ def test_load_does_not_wait_for_a_prefetch_whose_mount_hangs(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
+    asked: list[str] = []
     offer = claims.Offer("/hangs")  # of a prefetch that opens the files
     real = claims.Offer.may_hold
 
     def may_hold(self: claims.Offer, path: str) -> bool:
-        return answers.wait(PATIENCE_SECONDS) if self is offer else real(self, path)
+        if self is not offer:
+            return real(self, path)
+        asked.append(path)
+        return answers.wait(PATIENCE_SECONDS)
 
     monkeypatch.setattr(claims.Offer, "may_hold", may_hold)
-    monkeypatch.setattr(claims, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "_LOOK_SECONDS", 0.5)
     claims.offer(offer)
     try:
-        assert gdsload.load_file(checkpoint)
-        assert not answers.is_set()
+        assert len(list(gdsload.stream(checkpoint, window_bytes=50_000))) > 1
+        assert len(asked) == 1 and not answers.is_set()
     finally:
         answers.set()
         claims.withdraw(offer)
@@ -206,6 +210,8 @@ def test_offer_keeps_no_memory_that_was_claimed(checkpoint: Path) -> None:
         ranges = [each for each in byte_ranges_of(opened) if each.nbytes]
         found, _ = claims.claim_ranges(opened, ranges, PATIENCE_SECONDS, LoadReport("m"))
         assert len(found) == len(ranges) and offer.empty
+        for shard, each in ((opened.shards[each.shard], each) for each in ranges):
+            assert not offer.has(shard.original, each._replace(nbytes=0))
         assert not any(row.view for rows in offer._free.values() for row in rows)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from descriptors import none_left
-from gdsload.errors import GdsloadError, RemoteError
+from gdsload.errors import GdsloadError, RemoteError, StallError
 from gdsload.remote.cache import SIZE_VARIABLE, CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
@@ -163,6 +163,27 @@ def test_comparing_a_whole_file_ends_when_the_load_is_cancelled(
     finally:
         hangs.set()
         cached.close()
+
+
+def test_whole_file_on_a_disk_that_hangs_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MemoryFile()
+    first = opened(tmp_path, file)
+    first.read(0, file.size)
+    del first  # as if the process had been killed
+
+    def seal(entry: Entry) -> bool:
+        raise StallError("the cache has not answered", path=entry.path)
+
+    monkeypatch.setattr(Entry, "seal", seal)
+    again = MemoryFile()
+    cached = opened(tmp_path, again)
+    assert cached.local_copy() is None
+    assert cached.read(0, again.size) == file.content
+    assert again.fetched == again.size
+    assert "has not answered" in cached.facts().refusals["local cache"]
+    cached.close()
 
 
 def test_file_that_cannot_be_sealed_at_the_end_of_the_interpreter_is_no_error(

@@ -280,6 +280,17 @@ def test_load_from_the_cache_takes_over_what_the_host_pool_holds(url: str, tmp_p
     assert report.paths == {"pool": report.wanted_bytes}
 
 
+def test_backend_that_was_asked_for_by_name_leaves_the_rest_to_the_cache(
+    url: str, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    asked = {"backend": "object_store", "cache_dir": tmp_path / "cache"}
+    gdsload.load_file(url, **asked)
+    await_threads("gdsload-cache")
+    found = gdsload.load_file(url, cache="direct", **asked)
+    assert gdsload.last_report().backend == "posix"
+    assert_same(found, tiny_checkpoint)
+
+
 def test_load_from_the_cache_waits_for_a_prefetch_of_the_same_url(url: str, tmp_path: Path) -> None:
     where = {"cache_dir": tmp_path / "cache"}
     gdsload.load_file(url, **where)

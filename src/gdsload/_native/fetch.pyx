@@ -245,7 +245,7 @@ cdef class Fetch:
         """The engine, as a capsule for a pump. The pump keeps what it needs of this object."""
         return engine_capsule(&OPS, self.fetch)
 
-    def hire(self, int wanted):
+    def reserve(self, int wanted):
         """The number of workers to start, so that ``wanted`` reads, and those in flight, have one
         each: at most as many as the depth. They count from now on."""
         cdef CFetch *fetch = self.fetch
@@ -262,7 +262,7 @@ cdef class Fetch:
             pthread_mutex_unlock(&fetch.lock)
         return missing
 
-    def dismiss(self, int count):
+    def unreserve(self, int count):
         """For workers that were counted and did not start. Returns the number of the others."""
         cdef int left
         with nogil:

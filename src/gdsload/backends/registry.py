@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gdsload.backends.base import API_VERSION, Backend, Support
 from gdsload.errors import BackendUnavailable
 from gdsload.memory import DRAM, VRAM
+from gdsload.system.device_name import device_kind
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -205,7 +206,7 @@ def choose(
             )
         return Choice(backend, {})
     refusals: dict[str, str] = {}
-    dram = device.partition(":")[0] == "cpu"
+    dram = device_kind(device) == "cpu"
     for name in BUILT_IN:
         if not (dram and name in _VRAM_ONLY) and is_usable(built_in(name), device, refusals):
             return Choice(built_in(name), refusals)
@@ -228,7 +229,7 @@ def is_usable(backend: type[Backend], device: str, refusals: dict[str, str]) -> 
 def _probe(
     backend: type[Backend], device: str, options: Mapping[str, Any] | None = None
 ) -> Support:
-    kind = DRAM if device.partition(":")[0] == "cpu" else VRAM
+    kind = DRAM if device_kind(device) == "cpu" else VRAM
     if kind not in backend.memory_kinds:
         return Support(False, (f"it does not load into {kind.upper()}",))
     try:

@@ -36,6 +36,7 @@ from gdsload.errors import BackendUnavailable, ReadError, RemoteError
 from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import Limits
 from gdsload.remote.file import RemoteFile
+from gdsload.system.device_name import device_kind
 from gdsload.system.storage import REMOTE_DEPTH, REMOTE_REQUEST_BYTES, Storage
 from gdsload.system.threads import start_thread
 
@@ -60,7 +61,7 @@ class RemoteBackend(PumpBackend):
         super().__init__(**options)
         self._require_request_options(MOST_DEPTH, "requests")
         self._asked = frozenset(options)
-        self._crews: list[Crew] = []
+        self._fetchers: list[FetchThreads] = []
         self._pump: Pump | None = None
         self._files: dict[int, RemoteFile] = {}  # by the number that stands for a descriptor
         self._failures: dict[tuple[int, int], RemoteError] = {}  # by file and end of the read
@@ -79,7 +80,7 @@ class RemoteBackend(PumpBackend):
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
         """Whether it reaches the device. Sources answer for themselves when they are opened."""
-        if device.partition(":")[0] != "cpu":
+        if device_kind(device) != "cpu":
             from gdsload.backends.posix.device import why_not  # imports CUDA
 
             if why := why_not(device):
@@ -118,7 +119,7 @@ class RemoteBackend(PumpBackend):
 
     def _adapt(self, storage: Storage) -> None:
         """Suits the requests to the storage, as far as the user did not and none was made."""
-        if storage.distant and not self._crews:
+        if storage.distant and not self._fetchers:
             suited = {"request_bytes": storage.request_bytes, "depth": storage.depth}
             self.settings.update((k, v) for k, v in suited.items() if k not in self._asked)
 
@@ -134,9 +135,9 @@ class RemoteBackend(PumpBackend):
     @property
     def pump(self) -> Pump:
         if self._pump is None:
-            crew = self._new_crew()
+            threads = self._new_fetcher()
             try:
-                self._pump = Pump(crew.fetch.capsule(), self.settings["depth"])
+                self._pump = Pump(threads.fetch.capsule(), self.settings["depth"])
             except OSError as error:
                 raise BackendUnavailable(
                     f"backend {self.name!r} cannot be opened: {error.strerror}",
@@ -145,38 +146,38 @@ class RemoteBackend(PumpBackend):
         require_own_process(self._pump.pid, self.name)
         return self._pump
 
-    def _new_crew(self) -> Crew:
-        crew = Crew(self.name, self._files, self._failures)
-        self._crews.append(crew)
-        return crew
+    def _new_fetcher(self) -> FetchThreads:
+        threads = FetchThreads(self.name, self._files, self._failures)
+        self._fetchers.append(threads)
+        return threads
 
     def _open_pipeline(self, device: str) -> StagingPipeline:
         from gdsload.backends.staging import StagingPipeline
         from gdsload.memory import staging_ring
         from gdsload.system import gpu
 
-        crew = self._new_crew()
+        threads = self._new_fetcher()
         ring_bytes = self.settings["ring_bytes"]
         with staging_ring.ring_for(
             DRAM, gpu.ordinal_of(device), self._slot_bytes, ring_bytes
         ) as ring:
             if ring.notes:
                 self.refusals[f"{self.name}/ring"] = "; ".join(ring.notes)
-            return StagingPipeline(self.name, ring, crew.fetch.capsule(), self.settings["depth"])
+            return StagingPipeline(self.name, ring, threads.fetch.capsule(), self.settings["depth"])
 
     def post(self, request: PumpedRequest) -> None:
         request.post()
-        self._hire(len(request.transfers))
+        self._start_threads(len(request.transfers))
 
-    def _hire(self, wanted: int = 0) -> None:
+    def _start_threads(self, wanted: int = 0) -> None:
         """Starts the threads that are missing. Some may be in calls for cancelled reads."""
-        for crew in self._crews:
-            crew.hire(wanted)
+        for threads in self._fetchers:
+            threads.start(wanted)
 
     def check(self, request: PumpedRequest) -> Progress:
         progress = request.check()
         if not progress.finished:
-            self._hire()
+            self._start_threads()
         if not progress.failures:
             return progress
         return progress._replace(failures=[self._explained(request, f) for f in progress.failures])
@@ -226,7 +227,7 @@ class RemoteBackend(PumpBackend):
         if self._pump is not None:
             self._pump.close(DRAIN_SECONDS)
             self._pump = None
-        self._crews.clear()
+        self._fetchers.clear()
 
 
 class PeerBackend(RemoteBackend):
@@ -241,7 +242,7 @@ class ReplicaBackend(RemoteBackend):
     name: ClassVar[str] = "replicas"
 
 
-class Crew:
+class FetchThreads:
     """The threads of one engine. They end when the engine is closed."""
 
     def __init__(
@@ -254,17 +255,17 @@ class Crew:
         self.fetch = Fetch()
         self._name, self._files, self._failures = name, files, failures
 
-    def hire(self, wanted: int) -> None:
+    def start(self, wanted: int) -> None:
         """Starts threads, so that `wanted` reads, and all in flight, can be made at once. If the
         system has no threads left, fewer do the work.
 
         Raises:
             BackendUnavailable: Not a single thread can be started.
         """
-        missing = self.fetch.hire(wanted)
+        missing = self.fetch.reserve(wanted)
         for started in range(missing):
             if start_thread(self._work, "gdsload-fetch") is None:
-                if self.fetch.dismiss(missing - started) == 0:
+                if self.fetch.unreserve(missing - started) == 0:
                     why = "no thread can be started"
                     raise BackendUnavailable(
                         f"files elsewhere cannot be read: {why}", {self._name: why}

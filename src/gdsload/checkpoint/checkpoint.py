@@ -195,7 +195,7 @@ class Checkpoint(quiesce.Holder):
         unused: list[Shard] = []
         failed = False
 
-        def leave(shard: Shard) -> None:
+        def discard(shard: Shard) -> None:
             """Closes a shard that was opened when another one had failed; at once if all have."""
             unused.append(shard)
             if failed:
@@ -233,7 +233,7 @@ class Checkpoint(quiesce.Holder):
                         partial(open_shard, named_by=files.index_path),
                         files.shards[len(shards) :],
                         path_of=_path_of,
-                        discard=leave,
+                        discard=discard,
                         stall_seconds=stall_seconds,
                     )
                 ) as opening:
@@ -291,27 +291,32 @@ class Checkpoint(quiesce.Holder):
             raise no_such_tensor(str(name), self.tensors, self.source)
         return info
 
-    def verify_unchanged(self) -> None:
-        """Checks that all files are still the versions that were opened.
+    def verify_unchanged(self, shards: Iterable[int] | None = None) -> None:
+        """Checks that files are still the versions that were opened.
 
         Call it after the last byte was read and before a tensor is handed out.
+
+        Args:
+            shards: The numbers of the shards to check, in `self.shards`; None means all.
 
         Raises:
             FileChanged: A file was written or replaced.
             StallError: Distant storage did not answer.
             CheckpointError: The checkpoint is closed.
         """
-        distant = [shard for shard in self.shards if shard.distant]
-        if distant:  # in one thread, which may hang
-            list(
-                parallel_map(
-                    _verify_unchanged,
-                    [distant],
-                    path_of=lambda shards: shards[0].path,
-                    stall_seconds=self.stall_seconds,
-                )
-            )
-        _verify_unchanged(shard for shard in self.shards if not shard.distant)
+        asked = self.shards if shards is None else [self.shards[number] for number in shards]
+        distant = [shard for shard in asked if shard.distant]
+        if distant:  # in threads, which may hang
+            for _ in parallel_map(
+                Shard.verify_unchanged,
+                distant,
+                path_of=lambda shard: shard.path,
+                stall_seconds=self.stall_seconds,
+            ):
+                pass
+        for shard in asked:
+            if not shard.distant:
+                shard.verify_unchanged()
 
     @property
     def remote(self) -> bool:
@@ -380,11 +385,6 @@ class Lookup(NamedTuple):
 
 def _path_of(shard: ShardPath | Shard) -> str:
     return shard.path
-
-
-def _verify_unchanged(shards: Iterable[Shard]) -> None:
-    for shard in shards:
-        shard.verify_unchanged()
 
 
 def _open_shard(shard: ShardPath, named_by: str | None, filesystems: dict[int, str]) -> Shard:

@@ -124,10 +124,7 @@ def locate(
     directory = title
     if not is_directory(title):
         if os.path.lexists(title):
-            if subfolder or variant:
-                raise CheckpointError(
-                    f"{title}: this is one file and has no subfolder or variant", path=title
-                )
+            _refuse_parts(title, subfolder, variant)
             if title.endswith(".json"):
                 folder, name = os.path.split(title)
                 return _from_index(LocalDirectory(folder), name, title, limit)
@@ -140,15 +137,19 @@ def locate(
     return _from_directory(LocalDirectory(directory), title, variant, limit)
 
 
+def _refuse_parts(title: str, subfolder: str, variant: str | None) -> None:
+    if subfolder or variant:
+        raise CheckpointError(
+            f"{title}: this is one file and has no subfolder or variant", path=title
+        )
+
+
 def _from_url(
     url: str, subfolder: str, variant: str | None, cache_dir: PathLike | None, limit: int
 ) -> CheckpointFiles:
     title = shown_source(url)
     if title.endswith((_SUFFIX, ".json")):
-        if subfolder or variant:
-            raise CheckpointError(
-                f"{title}: this is one file and has no subfolder or variant", path=title
-            )
+        _refuse_parts(title, subfolder, variant)
         folder, name = split_file(url)
         directory = _open_directory(folder, cache_dir)
         if name.endswith(".json"):

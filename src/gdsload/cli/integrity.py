@@ -28,6 +28,7 @@ from gdsload.loading.integrity import Recorder, Verifier, open_verifier
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.planning.read_plan import ByteRange, grouped
+from gdsload.planning.tensor_slices import PartName
 from gdsload.report import LoadReport, count, size
 from gdsload.system.progress_bar import progress_bar, stderr_is_terminal
 
@@ -131,7 +132,9 @@ def _parts(checkpoint: Checkpoint, block_bytes: int) -> Iterator[ByteRange]:
     for info in checkpoint.tensors.values():
         for start in range(0, info.nbytes, part_bytes):
             nbytes = min(part_bytes, info.nbytes - start)
-            name = info.name if nbytes == info.nbytes else f"{info.name}[byte {start}]"
+            name = info.name
+            if nbytes < info.nbytes:
+                name = PartName(info.name, f"[byte {start}]")
             yield ByteRange(name, info.shard, info.offset + start, nbytes)
 
 

@@ -39,6 +39,7 @@ from gdsload.loading.torch_memory import capture_relaxed, taking
 from gdsload.loading.whole_tensors import post
 from gdsload.memory.tensors import packed_shape, torch_dtype_of
 from gdsload.remote.urls import sources_of
+from gdsload.system.device_name import device_kind
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +120,7 @@ def agreed_layouts(
         PlacementError: Some ranks read to devices, others to CPU memory.
         ValueError: A box is no part of its tensor, or the ranks want different orders.
     """
-    tensors, memory = session.checkpoint.tensors, session.device.partition(":")[0]
+    tensors, memory = session.checkpoint.tensors, device_kind(session.device)
     # A box of a whole tensor is not sent: usually these are most of them.
     mine = {
         name: None if box == box_of(tensors[name], None) else box for name, box in wanted.items()
@@ -257,7 +258,8 @@ class Exchange:
             self.start()
             window = self._posted[0]
             window.batch.wait()
-            self._session.checkpoint.verify_unchanged()
+            read = {info.shard for info in window.infos}
+            self._session.checkpoint.verify_unchanged(read)
             with self._session.report.phase("allocate"), capture_relaxed(device):
                 received = self._receiving(window)
             with self._session.report.phase("exchange"), capture_relaxed(device):
@@ -272,7 +274,7 @@ class Exchange:
             del sent, received  # they hold memory of tensors that are handed out
             self._posted.popleft()
             # What was sent may be of a mapping, which changes with its file.
-            self._session.checkpoint.verify_unchanged()
+            self._session.checkpoint.verify_unchanged(read)
             if not self._posted:
                 self._readers.agree()
                 self._readers.finish()

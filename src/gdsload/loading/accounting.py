@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,18 @@ from gdsload.report import LoadReport, Span
 from gdsload.system.gc_control import collector_paused
 
 
-def record_backend(report: LoadReport, backend: Backend, before: Mapping[str, int]) -> None:
+def record_backend(report: LoadReport, backend: Backend, counted: dict[str, int]) -> None:
     """Updates the report: the backend in use, how it was chosen, and why others were not. Observers
-    of the load hear of it. `before`: the failovers of the backend that other reports have."""
+    of the load hear of it. `counted`: the failovers of the backend that a report has already; is
+    updated."""
     status = backend.status()
     report.backend, report.engine = status.backend, status.engine
     report.choice = status.choice or report.choice
     report.refusals.update(status.refusals)
     report.rates.update(status.rates)
-    report.failovers.update(Counter(status.failovers) - Counter(before))
+    for backends, nbytes in (Counter(status.failovers) - Counter(counted)).items():
+        report.failovers[backends] = report.failovers.get(backends, 0) + nbytes
+    counted.update(status.failovers)
     report.publish()
 
 
@@ -34,14 +37,14 @@ def record_request(
     checkpoint: Checkpoint,
     plan: ReadPlan,
     request: Any,
-    before: Mapping[str, int],
+    counted: dict[str, int],
     *,
     unread_bytes: int,
 ) -> None:
     """Adds a request that has ended to the report: bytes by I/O path, reads and pages. It ended
     without these bytes of the plan; a read that was cancelled may have brought some of them.
-    `before` is as for `record_backend`."""
-    record_backend(report, backend, before)
+    `counted` is as for `record_backend`."""
+    record_backend(report, backend, counted)
     paths = backend.paths(request)
     for path, nbytes in paths.items():
         report.paths[path] = report.paths.get(path, 0) + nbytes

@@ -91,7 +91,7 @@ class Offer:
         self.device = "cpu"
         self.claimed_bytes = 0
         self._lock = fork_safe_lock(self)
-        self._known = False  # whether it was filled, or will never be
+        self._known = False  # whether loads need not wait: it was filled, or nobody knows when
         self._changed = threading.Condition()  # reentrant, for signal handlers that close it
         self._progress_time = time.monotonic()
         self._batch: PrefetchBatch | None = None
@@ -124,7 +124,7 @@ class Offer:
         with self._changed:
             self._changed.notify_all()
 
-    def leave(self, files: Iterable[Identity]) -> None:
+    def drop_rest(self, files: Iterable[Identity]) -> None:
         """A load that claimed from these files has ended: drops the rest of them, unless `keep`."""
         if not self.keep:
             with self._lock:
@@ -190,6 +190,7 @@ class Offer:
         )
         with closing(answers), suppress(StallError):
             return next(answers)
+        self._end_wait()  # nor by the next windows of this load, or by other loads
         return False
 
     def may_hold(self, path: str) -> bool:
@@ -211,7 +212,9 @@ class Offer:
         return False
 
     def _find(self, file: Identity, wanted: ByteRange) -> int:
-        """The index of the free range that contains `wanted`, or -1."""
+        """The index of the free range that contains `wanted`, or -1; no bytes need no range."""
+        if not wanted.nbytes:
+            return -1
         rows = self._free.get(file, [])
         index = bisect_right(rows, wanted.offset, key=_start) - 1
         return index if index >= 0 and rows[index].end >= wanted.offset + wanted.nbytes else -1
@@ -228,7 +231,7 @@ class Offer:
         in the page cache do not count; with `owned`, only memory counts that is of no file."""
         with self._lock:
             index = self._find(file, wanted)
-            if index < 0 or not wanted.nbytes or self._batch is None:
+            if index < 0 or self._batch is None:
                 return None
             found = self._free[file][index]
             if (found.view is None and not mapped) or (found.of_file and owned):

@@ -35,6 +35,7 @@ from gdsload.memory.tensors import bytes_at, flat_bytes, make_tensors, packed_sh
 from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan, ranges_of
 from gdsload.planning.tensor_slices import TensorSlice, whole
 from gdsload.system import gpu
+from gdsload.system.device_name import device_kind
 from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ _ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
 def reached(target: str, backend: str) -> str:
     """The device that reads for this target go to: the target itself, or "cpu" if torch has to move
     the tensors there. Opens a GPU. Raises BackendUnavailable after a fork."""
-    if target.partition(":")[0] != "cuda":
+    if device_kind(target) != "cuda":
         return "cpu"
     gpu.refuse_after_fork()  # torch could not move tensors there either
     # Opened also if torch has to move the tensors: see `gpu.capture_relaxed`.

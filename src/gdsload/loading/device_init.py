@@ -112,7 +112,7 @@ class DeviceInit(quiesce.Holder):
             check()
             self._thread.join(_POLL_SECONDS)
 
-    def leave(self) -> None:
-        """Called when nobody needs the device any more. The thread may go on for a while."""
+    def join_briefly(self) -> None:
+        """Waits up to LEAVE_SECONDS for the thread, which may go on longer."""
         if self._thread is not None:
             self._thread.join(LEAVE_SECONDS)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
@@ -39,6 +40,9 @@ from gdsload.system.parallel import parallel_map
 from gdsload.system.storage import Storage, remote_storage, storage_of
 
 _COPY_BYTES = 128 << 10
+# Of the descriptors of the process, for the shards and their direct reads. Imports need some, too.
+_DESCRIPTOR_PERCENT = 75
+_FEW_DESCRIPTORS = "the process may open too few files (ulimit -n)"
 
 
 class ShardAccess:
@@ -67,7 +71,7 @@ class ShardAccess:
         self._checkpoint = checkpoint
         self.report = report
         self._registered: list[Registration | None] = [None] * len(checkpoint.shards)
-        self._direct_fds: list[int] = []
+        self._direct_fds: dict[int, int] = {}  # by shard
         self._residency: dict[int, str] = {}  # by shard
         self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
@@ -77,8 +81,8 @@ class ShardAccess:
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
         self._distant = any(shard.distant for shard in checkpoint.shards)
         # For a `safe_open` that nobody closes: it waits for nothing where garbage is collected.
-        lists = self._direct_fds, self._absent
-        unclosed = weakref.finalize(self, _drop_and_close, *lists, self._distant, wait_seconds=0.0)
+        left = self._direct_fds, self._absent
+        unclosed = weakref.finalize(self, _drop_and_close, *left, self._distant, wait_seconds=0.0)
         unclosed.atexit = False
 
     @property
@@ -146,11 +150,17 @@ class ShardAccess:
         warm = page_cache.wholly_resident(opened.fd, offset, length)
         return "buffered" if warm else "direct"
 
-    def register(self, backend: Backend, shard: int) -> None:
-        """Registers a shard with the backend, once. Raises ReadError if cache="direct" and the
+    def register(self, backend: Backend, *shards: int) -> None:
+        """Registers shards with the backend, each once. Raises ReadError if cache="direct" and a
         file cannot be read directly."""
-        if self._registered[shard] is not None:
-            return
+        new = [shard for shard in shards if self._registered[shard] is None]
+        if self.cache in ("auto", "direct"):
+            local = [shard for shard in new if self._checkpoint.shards[shard].remote is None]
+            self._open_direct([shard for shard in local if shard not in self._direct_fds])
+        for shard in new:
+            self._register(backend, shard)
+
+    def _register(self, backend: Backend, shard: int) -> None:
         opened = self._checkpoint.shards[shard]
         if opened.remote is not None:
             storage = self._storage_of(shard)
@@ -159,18 +169,20 @@ class ShardAccess:
             return
         if self._drops:
             self._note_absent(opened)
-        direct_fd = self._open_direct(shard) if self.cache in ("auto", "direct") else -1
         try:
             self._registered[shard] = backend.register(
                 OpenFile(
-                    *(opened.path, opened.fd, opened.size, direct_fd, self.blocks[shard]),
+                    opened.path,
+                    opened.fd,
+                    opened.size,
+                    self._direct_fds.get(shard, -1),
+                    self.blocks[shard],
                     self._storage_of(shard),
                 )
             )
         except BaseException:
-            if direct_fd >= 0:
-                self._direct_fds.remove(direct_fd)
-                close_files([direct_fd], distant=opened.distant)
+            if shard in self._direct_fds:
+                close_files([self._direct_fds.pop(shard)], distant=opened.distant)
             raise
 
     def _storage_of(self, shard: int) -> Storage:
@@ -195,32 +207,50 @@ class ShardAccess:
         """The type of the distant filesystem that was looked at first, or ""."""
         return next(filter(None, (storage.kind for storage in self._storage.values())), "")
 
-    def _open_direct(self, shard: int) -> int:
-        """A second descriptor of a shard, for direct reads; -1 with the reason in the report."""
+    def _open_direct(self, shards: Sequence[int]) -> None:
+        """Opens second descriptors of shards, for direct reads; the report has the reason where
+        there is none. Those of distant storage are opened in parallel threads, which may hang."""
+        opened, room = self._checkpoint.shards, self._room_for_direct()
+        for shard in shards[room:]:
+            self._note_direct(shard, (None, self.blocks[shard], _FEW_DESCRIPTORS, errno.EMFILE))
+        near = [shard for shard in shards[:room] if not opened[shard].distant]
+        distant = [shard for shard in shards[:room] if opened[shard].distant]
+        for shard in near:
+            self._note_direct(shard, _open_direct(opened[shard]))
+        opening = parallel_map(
+            _open_direct,
+            [opened[shard] for shard in distant],
+            path_of=lambda shard: shard.path,
+            discard=_close_direct,
+            stall_seconds=self._checkpoint.stall_seconds,
+        )
+        with closing(opening):
+            for shard, found in zip(distant, opening, strict=True):
+                self._note_direct(shard, found)
+
+    def _room_for_direct(self) -> int:
+        """How many direct descriptors may be opened, so that the process keeps some for others. All
+        if only direct reads are wanted."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most == resource.RLIM_INFINITY or self.cache == "direct":
+            return len(self.blocks)
+        taken = len(self.blocks) + len(self._direct_fds)
+        return max(0, most * _DESCRIPTOR_PERCENT // 100 - taken)
+
+    def _note_direct(self, shard: int, found: tuple[int | None, int, str, int]) -> None:
         opened = self._checkpoint.shards[shard]
-        if not opened.distant:
-            found = _open_direct(opened)
-        else:  # in a thread, which may hang
-            (found,) = parallel_map(
-                _open_direct,
-                [opened],
-                path_of=lambda shard: shard.path,
-                discard=_close_direct,
-                stall_seconds=self._checkpoint.stall_seconds,
-            )
         direct_fd, self.blocks[shard], refusal, code = found
         if direct_fd is not None:
-            self._direct_fds.append(direct_fd)
-            return direct_fd
-        if self.cache == "direct":
+            self._direct_fds[shard] = direct_fd
+        elif self.cache == "direct":
             raise ReadError(
                 f"{opened.path}: cache='direct', but {refusal}",
                 path=opened.path,
                 errno=code,
                 hint="cache='auto' reads it through the page cache",
             )
-        self.report.refusals[f"direct I/O on {opened.name}"] = refusal
-        return -1
+        else:
+            self.report.refusals[f"direct I/O on {opened.name}"] = refusal
 
     def _note_absent(self, shard: Shard) -> None:
         """Notes what `close` drops. The kernel tells it only to those who may write to the file."""
@@ -244,13 +274,13 @@ class ShardAccess:
 
 
 def _drop_and_close(
-    direct_fds: list[int],
+    direct_fds: dict[int, int],
     absent: list[tuple[int, list[tuple[int, int]]]],
     distant: bool,
     **wait: float,
 ) -> None:
-    """Drops ranges from the page cache, closes all descriptors, and empties the lists."""
-    dropped, left = list(absent), direct_fds + [fd for fd, _ in absent]
+    """Drops ranges from the page cache, closes all descriptors, and forgets them."""
+    dropped, left = list(absent), [*direct_fds.values(), *(fd for fd, _ in absent)]
     absent.clear()
     direct_fds.clear()
     try:

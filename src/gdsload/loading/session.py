@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gdsload._native.memory import Region
 from gdsload._native.ranges import bytes_of
 from gdsload.backends import Backend, Registration, choose
+from gdsload.backends.registry import ELSEWHERE
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, CheckpointError, PlacementError
 from gdsload.loading.accounting import record_backend
@@ -36,6 +37,7 @@ from gdsload.planning.read_plan import (
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
 from gdsload.system.available import require_room
+from gdsload.system.device_name import device_kind
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -142,7 +144,7 @@ class Session(quiesce.Holder):
         self.cache = cache
         self.stall_seconds = settings.stall_seconds
         self.backend: Backend | None = None  # while it is open
-        self.failovers: Mapping[str, int] = {}  # of this backend, that earlier reports have
+        self.failovers: dict[str, int] = {}  # of this backend, that reports have
         self._settings = settings
         self._remote = remote_backend_of(checkpoint)
         self._expected_bytes, self._beside_bytes = expected_bytes, 0
@@ -193,13 +195,15 @@ class Session(quiesce.Holder):
         """A new backend. "auto" is, into a CUDA device, the backend that measures and fails over;
         into DRAM, the first backend that works."""
         device, wanted, options = self.device, self._settings.backend, self._settings.options
+        if wanted in ELSEWHERE and self.checkpoint.shards[0].cached:
+            wanted = "auto"  # the local cache has all of what it would read
         if self._remote:
             if wanted not in ("auto", self._remote):
                 why = f"these files are not on this machine: backend {self._remote!r} reads them"
                 text = f"backend {wanted!r}: {self.report.source}: {why}"
                 raise BackendUnavailable(text, {wanted: why})
             return choose(device, self._remote, options).backend(**options)
-        if device.partition(":")[0] == "cuda":
+        if device_kind(device) == "cuda":
             from gdsload.backends.auto.backend import AutoBackend  # imports CUDA
 
             if wanted == "auto" and AutoBackend.probe(device).usable:
@@ -218,9 +222,10 @@ class Session(quiesce.Holder):
 
         A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
         are there. `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads
-        into the page cache are one window in any case. `past_cache`: why these reads had better not
-        fill it; if the caller of the load asked for that, they do so in any case. What has no room
-        in memory is mapped, if it may be, and read when it is used.
+        into the page cache are one window in any case. `past_cache` is the reason why these reads
+        should not fill the page cache, for the report; "" if they may. It does not count if the
+        caller of the load asked for `page_cache="fill"`. What has no room in memory is mapped, if
+        it may be, and read when it is used.
         """
 
         def plan_rest() -> ReadPlan:
@@ -351,8 +356,7 @@ class Session(quiesce.Holder):
         Raises PlacementError if the plan itself does not fit into memory: a sparse file may declare
         a tensor of any size.
         """
-        for shard in sorted({each.shard for each in ranges}):
-            self.register(shard)
+        self.register(*sorted({each.shard for each in ranges}))
         limits, fill = self.open().limits(self.device), self._access.fill
         nbytes = bytes_of(list(ranges))
         require_room_to_plan(nbytes, limits)
@@ -396,9 +400,10 @@ class Session(quiesce.Holder):
         """A registration for each shard, as `Backend.prepare` takes them."""
         return self._access.files
 
-    def register(self, shard: int) -> None:
-        """Registers a shard with the backend, once."""
-        self._access.register(self.open(), shard)
+    def register(self, *shards: int) -> None:
+        """Registers shards with the backend, each once."""
+        if shards:
+            self._access.register(self.open(), *shards)
 
     def busy(self) -> str:
         """Why the session cannot quiesce now, or ""."""
@@ -419,7 +424,7 @@ class Session(quiesce.Holder):
         A prefetch that this session claimed from may free the rest of these files.
         """
         for offer in self._offers:
-            offer.leave(shard.original for shard in self.checkpoint.shards)
+            offer.drop_rest(shard.original for shard in self.checkpoint.shards)
             if offer.empty:
                 withdraw(offer)
         self._offers.clear()

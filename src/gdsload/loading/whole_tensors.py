@@ -58,7 +58,7 @@ def load(
         for group, batch in posted:
             batch.wait(advance, parts=group)
         with session.report.phase("hand over"):
-            session.checkpoint.verify_unchanged()
+            session.checkpoint.verify_unchanged({info.shard for info in infos})
             if len(posted) == 1 and posted[0][0] is infos:
                 return posted[0][1].tensors_of(infos)
             tensors: dict[str, torch.Tensor] = {}
@@ -87,7 +87,7 @@ def load_in_windows(
             group, batch = posted[0]
             batch.wait(advance, parts=group)
             with session.report.phase("hand over"):
-                session.checkpoint.verify_unchanged()
+                session.checkpoint.verify_unchanged({info.shard for info in group})
                 tensors = batch.tensors_of(group)
                 batch.release()
             del posted[0], batch

@@ -262,10 +262,11 @@ def _split(part: CopyPart, limit_bytes: int) -> Iterator[CopyPart]:
     """A part; by rows if it is larger than a window."""
     info = part.info
     count = info.shape[0] if info.shape else 1
-    if info.nbytes <= limit_bytes or count == 1 or not part.splits:
+    row_bytes = info.nbytes // count if count else 0  # 0 also of F4: two values in one byte
+    if info.nbytes <= limit_bytes or count == 1 or not row_bytes or not part.splits:
         yield part
         return
-    step = max(limit_bytes // (info.nbytes // count), 1)
+    step = max(limit_bytes // row_bytes, 1)
     for first in range(0, count, step):
         end = min(first + step, count)
         name = PartName(info.name, f"[{first}:{end}]")

@@ -31,9 +31,9 @@ class BufferView(NamedTuple):
     offset: int
 
     def give_back(self, nbytes: int) -> None:
-        """Returns the whole pages of these bytes to the system, if they are memory of the process
-        that no pool keeps: what becomes no tensor would stay as long as a tensor in the region."""
-        self.region.view(self.offset, nbytes, (nbytes,), 1, 8)  # it dies at once
+        """Returns the whole pages of these bytes to the system; memory of a pool stays. Bytes that
+        become no tensor would otherwise be kept as long as any tensor of the region."""
+        self.region.view(self.offset, nbytes, (nbytes,), 1, 8)  # a freed view returns its pages
 
 
 class HostBuffers:

@@ -143,9 +143,9 @@ class HostPool(quiesce.Holder):
     """Host memory kept between loads. While it is open, all loads of this process read into it,
     and take from it the bytes that it holds. Use it as a context, or close it.
 
-    Loads that do not fit proceed as without a pool. Memory without living tensors is freed, the
-    least recently used first, to make room for other loads, and when the machine or its cgroup runs
-    short.
+    Loads that do not fit read past the page cache into memory of their own. A load that finds too
+    little room in the pool, the machine or its cgroup frees memory without living tensors, the
+    least recently used first. Between loads nothing is freed.
 
     Args:
         limit_bytes: the most that it holds, in use and idle.

@@ -164,7 +164,7 @@ def _staged(flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, flat in flats.items():
         starts[name] = total
         total += -(-flat.numel() // _ALIGN_BYTES) * _ALIGN_BYTES
-    buffer = torch.empty(total, dtype=torch.uint8)
+    buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
     found = {}
     for name, flat in flats.items():
         found[name] = buffer[starts[name] : starts[name] + flat.numel()]

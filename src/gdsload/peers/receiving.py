@@ -282,7 +282,7 @@ def _flats(infos: Sequence[TensorInfo], views: dict[str, BufferView]) -> dict[st
             low, buffer = buffers[region]
             found[info.name] = buffer[offset - low : offset - low + info.nbytes]
         else:
-            found[info.name] = torch.empty(0, dtype=torch.uint8)
+            found[info.name] = torch.empty(0, dtype=torch.uint8, device="cpu")
     return found
 
 

@@ -50,7 +50,7 @@ class ServerStatus(NamedTuple):
 
     Attributes:
         url: What readers open, with the name of the host it listens on.
-        version: A digest of the files, or "" if nothing is served.
+        version: A digest of the files, random without checksums; "" if nothing is served.
         tensors: The number of tensors.
         nbytes: Their bytes.
         staged_bytes: Those of copies that are served: in host memory of tensors that NIXL cannot
@@ -140,7 +140,9 @@ class WeightServer:
             raise
 
     def publish(self) -> None:
-        """Serves the weights as they are now, after `withdraw`. Readers get a new version.
+        """Serves the weights as they are now, after `withdraw`.
+
+        Readers get another version if the bytes have changed, or if there are no checksums.
 
         Raises:
             GdsloadError: The server is closed, or a tensor cannot be served.

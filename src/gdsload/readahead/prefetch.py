@@ -35,7 +35,7 @@ from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fit
 from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport, peak_rss_bytes
 from gdsload.system import lifecycle, quiesce
-from gdsload.system.device_name import require_name
+from gdsload.system.device_name import device_kind, require_name
 from gdsload.system.gc_control import ease_imports, imports_done
 from gdsload.system.stall import STALL_SECONDS, StallWatch
 from gdsload.system.threads import start_thread
@@ -235,7 +235,7 @@ class Prefetch(quiesce.Holder):
 
     def _open_device(self) -> DeviceInit | None:
         """Starts to open the GPU, and to pin the ring that only the load will need."""
-        if self.report.device.partition(":")[0] != "cuda":
+        if device_kind(self.report.device) != "cuda":
             return None
         from gdsload.loading.device_init import DeviceInit  # only needed for a GPU
 
@@ -548,8 +548,9 @@ def prefetch(
 
     A later load of the same files in this process takes over the bytes. It needs no reference to
     the prefetch: files are identified by device, inode, size and times. A load that finds another
-    version of a file reads it itself. Each byte is taken over once, because tensors own their
-    memory. A process that prefetches for a GPU uses CUDA and must not fork afterwards.
+    version of a file reads it itself. Bytes in the page cache serve every later load; those in
+    other memory are taken over once, because tensors own their memory. A process that prefetches
+    for a GPU uses CUDA and must not fork afterwards.
 
     torch is not imported. If it was not imported yet, Python's cycle collector runs less often
     (once in 10,000 new objects) until the first load or `close`; importing transformers is then
@@ -561,7 +562,8 @@ def prefetch(
         device: Where the load is expected. For a GPU, tier "memory" is memory of this GPU; if the
             GPU cannot be used, `report.refusals` has the reason and host memory is used. The other
             tiers initialise the GPU meanwhile.
-        tier: "memory" reads into memory that a load takes over. "pool" reads into the open
+        tier: "memory" reads into the page cache if it has room, else into memory that one load
+            takes over. "pool" reads into the open
             `warmup.HostPool`, for every later load. "pagecache" fills the page cache, for all
             processes.
         names: The tensors to read, as for `load_file`. None reads all.

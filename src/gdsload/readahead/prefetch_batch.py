@@ -138,8 +138,7 @@ class PageCacheWarmup(PrefetchBatch):
         many disks one does about 100 KiB, and each blocks the interpreter."""
         with session.report.phase("plan"):
             plan = _warming_plan(session, ranges)
-            for shard in sorted({transfer.shard for transfer in plan.transfers}):
-                session.register(shard)
+            session.register(*sorted({transfer.shard for transfer in plan.transfers}))
         return cls(session, plan, {})
 
     def _take_memory(self) -> list[Memory]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload.errors import GdsloadError, shown
+from gdsload.errors import GdsloadError, StallError, shown
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import LOCAL_CACHE, LocalCopy, RemoteFile, SourceFacts
@@ -88,6 +88,9 @@ class CachedFile(RemoteFile):
         try:
             if entry.is_sealed() or (entry.is_whole() and entry.seal()):
                 return LocalCopy(entry.path, entry.reader())
+        except StallError as error:  # what comes from the cache would hang as well
+            self._refuse(error)
+            self._entry = None
         except OSError as error:
             self._refuse(error)
         return None

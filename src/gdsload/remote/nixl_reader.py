@@ -212,9 +212,9 @@ class NixlReader:
             self._process.wait(_END_SECONDS)
 
     def __del__(self) -> None:
-        if hasattr(self, "_process"):
+        if hasattr(self, "_process"):  # or __init__ has failed, and has closed what it had opened
             self.give_up()
-        self._close_descriptors()
+            self._close_descriptors()
 
     def _close_descriptors(self) -> None:
         self._stderr.close()

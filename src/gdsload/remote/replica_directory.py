@@ -206,8 +206,9 @@ class LocalFile(RemoteFile):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, "this is not a regular file")
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        status = os.fstat(self._fd)
-        self.size, self.version = status.st_size, _version_of(status)
+        self._status = os.fstat(self._fd)
+        self.size = self._status.st_size
+        self.version = "-".join(map(str, (*_content_of(self._status), self._status.st_ctime_ns)))
 
     @property
     def io_path(self) -> str:
@@ -231,10 +232,9 @@ class LocalFile(RemoteFile):
             status = os.fstat(self._fd)
         except OSError as error:
             raise self.error(str(error.strerror), errno=error.errno) from error
-        now, before = _version_of(status), self.version
-        if status.st_nlink == 0:  # it was deleted, which moves its ctime and changes no byte
-            now, before = now.rpartition("-")[0], before.rpartition("-")[0]
-        if now != before:
+        # Deleting the file moves its ctime as well, and changes no byte.
+        rewritten = status.st_nlink > 0 and status.st_ctime_ns != self._status.st_ctime_ns
+        if rewritten or _content_of(status) != _content_of(self._status):
             raise FileChanged(f"{self.url}: the file changed while it was read", path=self.url)
 
     def close(self) -> None:
@@ -246,6 +246,5 @@ class LocalFile(RemoteFile):
         self.close()
 
 
-def _version_of(status: os.stat_result) -> str:
-    changed = f"{status.st_mtime_ns}-{status.st_ctime_ns}"
-    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{changed}"
+def _content_of(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

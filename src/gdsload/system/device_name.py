@@ -68,3 +68,8 @@ def require_target(device: object) -> str:
 def plain_name(device: object) -> str:
     """The name of a device as it was given: "cuda:1" for 1, but "cuda" for "cuda"."""
     return f"cuda:{device}" if type(device) is int else str(device)
+
+
+def device_kind(device: str) -> str:
+    """The kind of a device by its name: "cpu", or "cuda" for "cuda:1"."""
+    return device.partition(":")[0]

@@ -31,6 +31,7 @@ from gdsload.memory import VRAM
 from gdsload.memory.staging_ring import Register, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
+from gdsload.system.device_name import device_kind
 
 # A completion that has not arrived after this time is lost.
 EVENT_SECONDS = 30.0
@@ -57,7 +58,9 @@ class CuFileBackend(PumpBackend):
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         return (
-            Option("allow_compat", False, "use cuFile's compatibility mode if nothing else works"),
+            Option(
+                "allow_compat", False, "use cuFile's compatibility mode if there is no native path"
+            ),
             Option("ring_bytes", 0, "bytes of VRAM that reads pass through; 0: one slot a read"),
         )
 
@@ -68,12 +71,12 @@ class CuFileBackend(PumpBackend):
 
     @classmethod
     def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
-        if device.partition(":")[0] != "cuda":
+        if device_kind(device) != "cuda":
             return Support(False, (f"it reaches CUDA devices, not {device}",))
         return library.support(device, options.get("allow_compat") is True)
 
     def _open(self, device: str) -> library.Driver:
-        if device.partition(":")[0] == "cuda":
+        if device_kind(device) == "cuda":
             self._device = device
         if self._driver is None:
             self._driver = library.opened(self._device, self.settings["allow_compat"])

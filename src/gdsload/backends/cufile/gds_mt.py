@@ -13,8 +13,8 @@ from gdsload.backends.base import Option
 from gdsload.backends.cufile.base import CuFileBackend
 from gdsload.planning.read_plan import Limits
 
-# cuFile's guide asks for requests of more than 16 MiB from a few threads; nothing here was measured
-# on a GPU yet (scripts/gpu_check.py does).
+# cuFile's guide asks for requests of more than 16 MiB from a few threads. Measured on a GPU in
+# cuFile's compatibility mode only.
 REQUEST_BYTES = 16 << 20
 THREADS = 8
 MOST_THREADS = 64

@@ -32,6 +32,7 @@ from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequ
 from gdsload.errors import BackendUnavailable
 from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import Limits, Transfer
+from gdsload.system.device_name import device_kind
 from gdsload.system.storage import Storage
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class PosixBackend(PumpBackend):
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
         """Whether one of the engines works."""
-        if device.partition(":")[0] != "cpu":
+        if device_kind(device) != "cpu":
             from gdsload.backends.posix import device as device_module  # imports CUDA
 
             if why := device_module.why_not(device):

@@ -11,11 +11,12 @@ from gdsload.backends.staging import StagingPipeline
 from gdsload.memory import DRAM
 from gdsload.memory.staging_ring import ring_for
 from gdsload.system import gpu
+from gdsload.system.device_name import device_kind
 
 
 def why_not(device: str) -> str:
     """Why the backend cannot read into this device, or ""."""
-    if device.partition(":")[0] != "cuda":
+    if device_kind(device) != "cuda":
         return f"it reaches DRAM and CUDA devices, not {device}"
     return gpu.why_not(device)
 
