@@ -5,11 +5,8 @@ SCRIPTS := $(wildcard scripts/*.sh benchmarks/*.sh .ci/run)
 
 # Headers and archives that scripts/setup.sh unpacked where it was not root.
 PREFIX := $(CURDIR)/.cache/prefix
-# Not $(wildcard): the path may have spaces.
-ifneq ($(shell test -d .cache/prefix && echo yes),)
 export CPATH := $(PREFIX)/include$(if $(CPATH),:$(CPATH))
 export LIBRARY_PATH := $(PREFIX)/lib$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
-endif
 
 # Three processes, also on two CPUs: some tests wait. Each runs one file of tests at a time. Files in
 # order of name: few tests do not mean a short time.
@@ -74,21 +71,24 @@ gpu-check: setup  ## on a machine with a GPU: exact bytes, hazards, rates, other
 gpu-bundle: setup  ## build/gpu-bundle: gpu-check for a machine with a GPU and without a network
 	@$(PY) scripts/gpu_bundle.py
 
+# A trial, with other arguments, replaces no result and no page.
+KEPT := $(if $(ARGS),,--replace --publish)
+
 .PHONY: faults
 faults: setup  ## loads under failing system calls, the k-th for every k; ARGS='--every 20' for a part
-	$(PY) -m benchmarks.faults --replace --publish --sources here $(ARGS)
-	$(PY) -m benchmarks.faults --replace --publish --sources elsewhere --jobs 10 $(ARGS)
+	$(PY) -m benchmarks.faults $(KEPT) --sources here $(ARGS)
+	$(PY) -m benchmarks.faults $(KEPT) --sources elsewhere --jobs 10 $(ARGS)
 
 .PHONY: sanitize malformed
 sanitize: setup  ## native code under address, undefined and thread sanitizers; ARGS=--quick for a part
 	@$(PY) scripts/sanitize.py $(ARGS)
 
 malformed: bench-deps  ## malformed files and failing calls: how gdsload and other loaders end
-	$(PY) -m benchmarks.malformed --replace --publish $(ARGS)
+	$(PY) -m benchmarks.malformed $(KEPT) $(ARGS)
 
 .PHONY: soak fuzz mutants
 soak: setup  ## thousands of loads in one process and in eight: nothing grows; ARGS='--loads 500'
-	$(PY) -m benchmarks.soak --replace --publish $(ARGS)
+	$(PY) -m benchmarks.soak $(KEPT) $(ARGS)
 
 fuzz: setup  ## parsers, planner and command line under atheris; ARGS='--seconds 600'
 	@sh scripts/fuzz.sh $(ARGS)

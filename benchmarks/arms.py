@@ -59,7 +59,8 @@ KINDS: dict[str, Kind] = {
     ),
     "pinned": Kind(OURS, ("torch",), others.open_pinned, {}, "limit", (CUDA,)),
     "transformers": Kind(
-        PEERS, ("transformers", "safetensors", "torch"), loaders.open_transformers, {}, "model",
+        # In our environment: the versions that gdsload-model has, too.
+        OURS, ("transformers", "safetensors", "torch"), loaders.open_transformers, {}, "model",
         BOTH,
     ),
     "gdsload-model": Kind(

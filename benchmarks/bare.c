@@ -23,6 +23,12 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
+#if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
+#define RING_FLAGS (IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN)
+#else
+#define RING_FLAGS 0
+#endif
+
 enum { MAX_FILES = 4096, MAX_THREADS = 64, BLOCK = 4096, STEP = 1 << 16 };
 
 static size_t rounded(size_t size) { return (size + BLOCK - 1) / BLOCK * BLOCK; }
@@ -125,8 +131,7 @@ static int read_by_threads(struct work *work, int threads)
 int bare_read(const char **paths, const size_t *sizes, char **bases, int count, size_t request,
               int depth, int threads, int casts, int maps)
 {
-    struct io_uring_params params = {.flags = IORING_SETUP_SINGLE_ISSUER |
-                                              IORING_SETUP_DEFER_TASKRUN};
+    struct io_uring_params params = {.flags = RING_FLAGS};
     struct io_uring ring;
     int fds[MAX_FILES], flight = 0, error, file = 0;
     size_t offset = 0, wanted = 0, got = 0;
@@ -146,7 +151,11 @@ int bare_read(const char **paths, const size_t *sizes, char **bases, int count, 
             close(fds[i]);
         return error;
     }
-    if ((error = io_uring_queue_init_params(depth, &ring, &params)))
+    if ((error = io_uring_queue_init_params(depth, &ring, &params)) == -EINVAL) {
+        params = (struct io_uring_params){.flags = 0}; /* before Linux 6.1 */
+        error = io_uring_queue_init_params(depth, &ring, &params);
+    }
+    if (error)
         return error;
     if ((error = io_uring_register_files(&ring, fds, count)))
         return error;

@@ -136,7 +136,9 @@ def measure(
     add up."""
     with ExitStack() as copies:
         judges = judges_of(arms, conditions, left_out, copies)
+        distinct = {id(judge): judge for judge in judges.values()}.values()
         runs: list[dict[str, Any]] = []
+        discarded: list[dict[str, str]] = []
         costs: dict[str, dict[str, list[float]]] = {
             memory.state: {"huge": [], "small": []} for memory in memories if len(memories) > 1
         }
@@ -149,15 +151,14 @@ def measure(
                 if repeat == 0:
                     raise
                 print(f"interrupted: {repeat} rounds are complete", file=sys.stderr)
-                options.repeats = repeat
+                options.repeats, options.interrupted = repeat, True
                 break
+            discarded = [run for judge in distinct for run in judge.discarded]
             runs += found
             for state, kinds in round_costs.items():
                 for kind, took in kinds.items():
                     costs[state][kind].append(took)
     runs = [run for run in runs if run["arm"] not in left_out]
-    judged = {id(judge): judge for judge in judges.values()}
-    discarded = [run for judge in judged.values() for run in judge.discarded]
     return Measured(arms, runs, discarded, left_out, costs)
 
 

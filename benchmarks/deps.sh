@@ -22,6 +22,10 @@ say() { printf 'bench-deps: %s\n' "$*"; }
 for bundle in "${PIP_CERT:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
     [ ! -f "$bundle" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$bundle}"
 done
+if [ ! -w "${HOME:-/}" ]; then
+    export UV_CACHE_DIR="${UV_CACHE_DIR:-$here/../.cache/uv-cache}"
+    export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$here/../.cache/pip-cache}"
+fi
 uv=
 for candidate in uv "$(dirname "$python")/uv" "$here/../.cache/uv/bin/uv"; do
     if "$candidate" --version >/dev/null 2>&1; then uv=$candidate && break; fi
@@ -32,7 +36,7 @@ install() { # environment requirement...
     into=$1/bin/python
     shift
     if [ -n "$uv" ]; then
-        "$uv" pip install -q --prerelease=allow --python "$into" "$@"
+        "$uv" pip install -q --python "$into" "$@"
     else
         "$into" -m pip install -q "$@"
     fi

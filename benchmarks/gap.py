@@ -33,7 +33,7 @@ MOST_BYTES = 256 << 20  # of a file, for one measurement
 
 
 def read(checkpoint: Checkpoint, ranges: list[ByteRange], gap: int) -> tuple[float, ReadPlan]:
-    """Seconds from the first request to the last byte, in memory that was touched before."""
+    """Seconds from the first request to the last byte, in fresh memory."""
     with Session(
         checkpoint, LoadReport(""), ReadSettings(cache="direct", page_cache="keep")
     ) as session:

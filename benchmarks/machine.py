@@ -146,6 +146,19 @@ def block_device(path: Path) -> dict[str, Any]:
     }
 
 
+_at_start: list[str] = []
+
+
+def note_start() -> None:
+    """Remembers the commit with which a measurement begins."""
+    _at_start[:] = [commit()]
+
+
+def commits() -> str:
+    """The commit of gdsload, or that of the start of the measurement and that of its end."""
+    return " to ".join(dict.fromkeys([*_at_start, commit()]))
+
+
 def commit(root: Path = places.ROOT) -> str:
     """The commit of gdsload, with a + if files differ from it; its version outside a checkout."""
     import gdsload
@@ -158,7 +171,16 @@ def commit(root: Path = places.ROOT) -> str:
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         )
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "src", "benchmarks", ":!benchmarks/results"],
+            [
+                *git,
+                "status",
+                "--porcelain",
+                "src",
+                "benchmarks",
+                "setup.py",
+                "pyproject.toml",
+                ":!benchmarks/results",
+            ],
             capture_output=True,
             text=True,
             check=True,
@@ -209,7 +231,8 @@ def describe(path: Path) -> dict[str, Any]:
         "swap_bytes": int(memory.get("SwapTotal", "0 kB").split()[0]) << 10,
         "huge_pages": choice(first_line(thp / "enabled")),
         "huge_pages_defrag": choice(first_line(thp / "defrag")),
-        "free_page_reporting_order": first_line(reporting) or None,
+        # Negative where it is off.
+        "free_page_reporting_order": order if (order := first_line(reporting)).isdigit() else None,
         # A kernel that reclaims idle pages by itself can cool a warm cache.
         "damon": any(
             first_line(comm).startswith("kdamond") for comm in Path("/proc").glob("[0-9]*/comm")

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from . import layout, machine, places, values
 
 FORMAT = 2
+INTERRUPTED = 130  # the exit status after Ctrl-C
 DIGITS = 6  # of a stored number: no table shows as many
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ def record(kind: str, beside: Path, **facts: Any) -> dict[str, Any]:
         "format": FORMAT,
         "kind": kind,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": machine.commit(),
+        "commit": machine.commits(),
         "machine": machine.describe(beside),
         **facts,
     }
@@ -89,10 +90,13 @@ def keep(result: dict[str, Any], options: argparse.Namespace, name: str) -> Path
     """Writes a result to `--output`, or under its name among the others; says where.
 
     The write is atomic. An older result of this name stays, and the new one gets a number, unless
-    `--replace` is given: a quick trial must not replace the result of a long run.
+    `--replace` or `--output` is given: a quick trial must not replace the result of a long run, nor
+    does one that was interrupted.
     """
     path: Path = options.output or places.RESULTS / f"{name}.json"
-    if options.output is None and not options.replace:
+    replaces = options.output is not None or options.replace
+    is_file = path.is_file() or not path.exists()
+    if is_file and (not replaces or interrupted(options)):
         path = next(one for one in _numbered(path) if not one.exists())
     path.parent.mkdir(parents=True, exist_ok=True)
     text = written(result)
@@ -106,6 +110,11 @@ def keep(result: dict[str, Any], options: argparse.Namespace, name: str) -> Path
     finally:
         half.unlink(missing_ok=True)
     return path
+
+
+def interrupted(options: argparse.Namespace) -> bool:
+    """Whether Ctrl-C has ended the measurement."""
+    return bool(getattr(options, "interrupted", False))
 
 
 def _numbered(path: Path) -> Iterator[Path]:
@@ -136,13 +145,14 @@ def publish(
     """
     from . import render  # which imports every program
 
+    machine.note_start()
     try:
         result, name = measure()
     except Refused as error:
         print(f"{prog}: no result: {error}", file=sys.stderr)
         return 1
     finish(result, options, name, render.KINDS[result["kind"]].text(result))
-    return 0
+    return INTERRUPTED if interrupted(options) else 0
 
 
 def say(text: str) -> None:

@@ -200,7 +200,7 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def planned(room: Path, name: str, repeats: int) -> dict[str, Any]:
-    """DeviceInit and planning one of the large checkpoints: no byte of its data is read."""
+    """Opens and plans one of the large checkpoints: no byte of its data is read."""
     everything = list(large.MODELS[name]())
     source = large.write(room / name, large.sharded(everything))
     runs = []

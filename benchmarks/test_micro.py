@@ -25,7 +25,12 @@ def test_small_cold_file(benchmark: Any, tmp_path: Path, cache: str, mib: int) -
     """`auto` reads a small file into the page cache, `direct` opens a backend for it."""
     path = tmp_path / "small.safetensors"
     save_file({str(n): torch.ones(mib << 14) for n in range(16)}, path)
-    evict(path)
-    rounds = {"setup": lambda: evict(path) and None, "rounds": 20}
+
+    def make_cold() -> None:
+        if evict(path):
+            pytest.skip(f"{path}: its pages cannot be evicted (a file system in memory)")
+
+    make_cold()
+    rounds = {"setup": make_cold, "rounds": 20}
     loaded = benchmark.pedantic(load_file, (path,), {"cache": cache}, **rounds)
     assert len(loaded) == 16

@@ -244,18 +244,16 @@ def notes(result: dict[str, Any]) -> str:
     nodes = result["replicas"]
     replicas = several(len(nodes) - 1, "replica")
     last, rate = max(each["all_s"] for each in nodes), result["source_rate"]
-    whole = (levels(len(nodes) - 1, result["fanout"]) + 1) * result["bytes"] / rate
     lines = [
         records.described(result),
         f"{replicas} and their source, {size(result['bytes'])}, a process each on one machine; the"
         f" source reads {size(rate)}/s; all compare all bytes with the same checksums",
         f"{early(nodes)} of {replicas} had bytes before their parent had all; the last one had all"
-        f" {last - nodes[0]['all_s']:.2f} s after the source; at this rate, levels that wait for"
-        f" all bytes of the level above take {whole:.0f} s, and this tree took {last:.0f} s",
+        f" {last - nodes[0]['all_s']:.2f} s after the source, which took {nodes[0]['all_s']:.0f} s",
         "all bytes: when the load has ended, which includes the end of its process with NIXL; a"
         " replica may end before its parent",
         "the model: a node receives as fast as one load of a peer and sends as fast as bare NIXL,"
-        " both between two processes of this machine (peers.json), or at the full rate of its link;"
+        " both measured between two processes before (peers.json), or at the full rate of its link;"
         f" link {LINK / 1e9:g} GB/s in each direction, the store {STORE / 1e9:g} GB/s for all"
         f" together, {LATENCY * 1e3:g} ms for the news of a block, requests and blocks of 8 MiB,"
         f" {IN_FLIGHT} requests in flight: stated, not measured",

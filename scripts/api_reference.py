@@ -61,7 +61,7 @@ def page() -> str:
             *module_entries(telemetry),
             *module_entries(backends),
             "## Backend options\n",
-            "Passed as `options={...}` together with `backend=`.\n",
+            "Passed as `options={...}`. Without `backend=` they are for the one that is chosen.\n",
             *option_tables(),
         ]
     )

@@ -1982,12 +1982,11 @@ def child(wanted: argparse.Namespace) -> int:
 def check(wanted: argparse.Namespace) -> int:
     """Runs the sections until the budget ends, and writes the summary after each."""
     ends = time.monotonic() + wanted.budget - SUMMARY_SECONDS
-    shutil.rmtree(wanted.out, ignore_errors=True) if (
-        wanted.out / "results.jsonl"
-    ).exists() else None
+    for name in ("results.jsonl", "log.txt", "summary.md"):  # of an earlier check
+        (wanted.out / name).unlink(missing_ok=True)
     wanted.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    good = False
+    text, good = "no section was run", False
     site = Path(tempfile.mkdtemp(prefix="gdsload-gpu-check-", dir=wanted.data))
     wanted.work = site
     try:

@@ -18,6 +18,7 @@
 # For its tests: GDSLOAD_SYSROOT is a directory that replaces / in all checks.
 set -eu
 export LC_ALL=C
+PATH=$PATH:/usr/sbin:/sbin # modinfo, for users whose PATH has neither
 
 root=${GDSLOAD_SYSROOT:-} action=install json='' add_repo='' path=''
 

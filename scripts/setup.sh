@@ -5,7 +5,7 @@
 #
 # For a bare Debian or Ubuntu with Python 3.10+ and a C compiler, as root or not, without questions.
 # Root installs missing system packages; other users unpack them below .cache, and nothing outside
-# this directory is changed. A second run does nothing.
+# this directory is changed but the caches of uv and pip. A second run does nothing.
 set -eu
 cd "$(dirname "$0")/.."
 here=$PWD
@@ -132,10 +132,6 @@ fi
 
 # --- the environment --------------------------------------------------------------------------
 
-if [ ! -w "${HOME:-/}" ]; then
-    export UV_CACHE_DIR="${UV_CACHE_DIR:-$here/.cache/uv-cache}"
-    export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$here/.cache/pip-cache}"
-fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # shellcheck source=scripts/uv.sh
 . scripts/uv.sh
@@ -180,6 +176,8 @@ fi
 
 # torch and its CUDA libraries are 5.2 GB of them: an environment for the demo alone saves little.
 say "building gdsload and installing 6 GB of packages, if they are missing (some minutes)"
+wanted=$(inputs | sha256sum) # before: what is edited meanwhile is not built
+rm -f "$stamp"
 quiet=-q
 [ ! -t 2 ] || quiet= # a terminal shows the downloads
 # Remove modules of an earlier build: an engine that is not built now must not stay.
@@ -192,6 +190,6 @@ else
     has_pip || .venv/bin/python -m ensurepip >/dev/null 2>&1 || die "nothing was installed"
     .venv/bin/python -m pip install ${quiet:+"$quiet"} -e '.[transformers,test,bench]'
 fi
-inputs | sha256sum >"$stamp"
+printf '%s\n' "$wanted" >"$stamp"
 modules=$(cd src/gdsload/_native && for so in *.so; do [ ! -f "$so" ] || printf ' %s' "${so%%.*}"; done)
 say "done; native modules:$modules"

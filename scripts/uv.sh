@@ -6,3 +6,7 @@ PATH=$PATH:$PWD/.venv/bin:$PWD/.cache/uv/bin
 for bundle in "${PIP_CERT:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
     [ ! -f "$bundle" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$bundle}"
 done
+if [ ! -w "${HOME:-/}" ]; then
+    export UV_CACHE_DIR="${UV_CACHE_DIR:-$PWD/.cache/uv-cache}"
+    export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$PWD/.cache/pip-cache}"
+fi
