@@ -12,12 +12,14 @@ cdef enum:
 
     # Small pages never cost less, on any machine that was measured.
     CHEAP_NS = 250000
+    # Small pages cost about as much, on any machine that was measured.
+    DEAR_NS = 1000000
     # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
     NO_HUGE_PAGE_NS = 10000000
-    # Units between two tries of the dearer kind, because costs change; doubled as long as the other
-    # kind stays cheaper. 256 units are 512 MiB.
-    FIRST_RETRY_UNITS = 16
-    LAST_RETRY_UNITS = 256
+    # Tries of the cheaper kind between two of the dearer one, because costs change; doubled as long as
+    # the other kind stays cheaper. A try is a unit, or as many as `choose_huge` is for.
+    FIRST_RETRY = 16
+    LAST_RETRY = 256
 
 # Zeroed memory, but for `mode`, is a choice of which nothing is known yet.
 cdef struct PageChoice:
@@ -25,8 +27,9 @@ cdef struct PageChoice:
     int64_t huge_ns              # mean CPU time of a unit as a huge page; 0: none
     int64_t small_ns             # mean CPU time of a unit as small pages; 0: none
     int huge_preferred           # whether huge pages were cheaper at the last choice
+    int small_tried              # whether somebody has begun to
     int units_until_retry
-    int retry_units              # 0: nothing was preferred yet
+    int retry                    # tries until then; 0: nothing was preferred yet
 
 
 cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
@@ -37,16 +40,19 @@ cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
     if self.huge_ns <= CHEAP_NS:
         return 1
     if self.small_ns == 0:
-        return 0
+        # One tries them, unless huge pages are surely worse: a stream of small ones may be long.
+        huge = self.small_tried and self.huge_ns <= DEAR_NS
+        self.small_tried = 1
+        return huge
     huge = self.huge_ns <= self.small_ns
-    if huge != self.huge_preferred or self.retry_units == 0:
-        self.huge_preferred = huge
-        self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
+    if huge != self.huge_preferred or self.retry == 0:
+        self.huge_preferred, self.retry = huge, FIRST_RETRY
+        self.units_until_retry = FIRST_RETRY * (units if huge else 1)
     if self.units_until_retry > 0:
         self.units_until_retry -= 1 if huge else units
         return huge
-    self.retry_units = min(2 * self.retry_units, <int>LAST_RETRY_UNITS)
-    self.units_until_retry = self.retry_units
+    self.retry = min(2 * self.retry, <int>LAST_RETRY)
+    self.units_until_retry = self.retry * (units if huge else 1)
     return not huge
 
 
