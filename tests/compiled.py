@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +39,24 @@ def folder() -> Path:
         os.environ[_FOLDER] = tempfile.mkdtemp(prefix="gdsload-compiled-")
         atexit.register(_remove, os.environ[_FOLDER], os.getpid())
     return Path(os.environ[_FOLDER])
+
+
+def cython_module(source: Path, folder: Path) -> Any:
+    """A module of the tests, compiled in a folder against the declarations of the native ones."""
+    main = pytest.importorskip("Cython.Compiler.Main")
+    made, built = folder / f"{source.stem}.c", folder / f"{source.stem}.so"
+    native = Path(__file__).parents[1] / "src"
+    settings = {"include_path": [str(native)], "output_file": str(made)}
+    assert not main.compile(str(source), **settings).num_errors
+    folders = [f"-I{sysconfig.get_path('include')}", f"-I{native / 'gdsload/_native'}"]
+    command = [compiler(), "-shared", "-fPIC", "-w", "-pthread", *folders, str(made)]
+    ran = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    spec = importlib.util.spec_from_file_location(source.stem, built)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @functools.cache

@@ -7,18 +7,16 @@ environment, and any below the folders named in GDSLOAD_CUFILE_HEADERS (separate
 from __future__ import annotations
 
 import glob
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compiled import compiler
+from compiled import compiler, cython_module
 
 # The types of CUDA that cufile.h needs.
 CUDA_H = """
@@ -153,23 +151,7 @@ def ask(header: Path, folder: Path, body: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def declared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The module `layout.pyx`, compiled against the declarations of the native modules."""
-    main = pytest.importorskip("Cython.Compiler.Main")
-    folder = tmp_path_factory.mktemp("layout")
-    source, built = folder / "layout.c", folder / "layout.so"
-    native = Path(__file__).parents[3] / "src"
-    settings = {"include_path": [str(native)], "output_file": str(source)}
-    assert not main.compile(str(Path(__file__).with_name("layout.pyx")), **settings).num_errors
-    folders = [f"-I{sysconfig.get_path('include')}", f"-I{native / 'gdsload/_native'}"]
-    command = [compiler(), "-shared", "-fPIC", "-w", "-pthread", *folders, str(source)]
-    command += ["-o", str(built)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    spec = importlib.util.spec_from_file_location("layout", built)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return cython_module(Path(__file__).with_name("layout.pyx"), tmp_path_factory.mktemp("layout"))
 
 
 def test_struct_layouts_equal_the_header(header: Path, tmp_path: Path, declared: Any) -> None:

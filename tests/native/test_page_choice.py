@@ -1,0 +1,77 @@
+"""Which pages threads choose, by what they cost: the cheaper, and the other one now and then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled import cython_module
+
+STREAM = 16  # units of a stream of growing folios
+CHEAP, DEAR = 300, 4000  # microseconds of a unit as a huge page
+SMALL = 900
+
+
+@pytest.fixture(scope="module")
+def choices(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cython_module(Path(__file__).with_name("choices.pyx"), tmp_path_factory.mktemp("choice"))
+
+
+@pytest.fixture
+def choice(choices: Any) -> Any:
+    return choices.Choice()
+
+
+def units_by_kind(choice: Any, units: int, huge_us: int, stream: int) -> tuple[int, int]:
+    """Makes so many units ready, and returns how many of them as huge and as small pages."""
+    huge = small = 0
+    while huge + small < units:
+        if choice.choose(stream):
+            choice.took(True, huge_us)
+            huge += 1
+        else:
+            choice.took(False, SMALL)
+            small += stream
+    return huge, small
+
+
+def test_huge_pages_that_cost_next_to_nothing_are_never_compared(choice: Any) -> None:
+    assert units_by_kind(choice, 10_000, 200, STREAM) == (10_000, 0)
+
+
+def test_one_thread_tries_small_pages_while_the_others_go_on(choice: Any) -> None:
+    """A stream of small folios takes long, and until its end nobody knows what they cost."""
+    choice.took(True, CHEAP)
+    assert [choice.choose(STREAM) for _ in range(8)] == [False] + [True] * 7
+
+
+def test_all_threads_leave_huge_pages_that_are_dear(choice: Any) -> None:
+    choice.took(True, DEAR)
+    assert not any(choice.choose(STREAM) for _ in range(8))
+
+
+@pytest.mark.parametrize("stream", [1, STREAM])
+def test_dearer_pages_are_a_small_part_of_a_load(choice: Any, stream: int) -> None:
+    units = 750  # 1.5 GB
+    _, small = units_by_kind(choice, units, CHEAP, stream)
+    assert 0 < small <= 0.06 * units
+
+
+@pytest.mark.parametrize("stream", [1, STREAM])
+def test_dear_huge_pages_are_tried_again_and_used_when_they_are_cheap(
+    choice: Any, stream: int
+) -> None:
+    huge, _ = units_by_kind(choice, 750, DEAR, stream)
+    assert 1 < huge <= 10
+    huge, small = units_by_kind(choice, 7500, CHEAP // 2, stream)
+    assert huge > 0.5 * 7500
+    huge, small = units_by_kind(choice, 750, DEAR, stream)
+    assert small > huge
+
+
+def test_kind_that_was_asked_for_is_not_compared(choices: Any) -> None:
+    choice = choices.Choice(mode="huge")
+    assert units_by_kind(choice, 100, DEAR, STREAM) == (100, 0)
+    assert not choices.Choice(mode="bounce").choose(STREAM)
