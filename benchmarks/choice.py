@@ -76,7 +76,8 @@ def chosen(
         asked = {arm.label for arm in arms}
         left_out |= {label: "not asked for" for label in STATE_ARMS if label not in asked}
     try:
-        build_bare()
+        if any(arm.kind == "bare" for arm in arms):
+            build_bare()
     except ArmFailed as error:
         left_out |= {arm.label: str(error) for arm in arms if arm.kind == "bare"}
     for arm in arms:

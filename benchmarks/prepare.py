@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -28,19 +29,27 @@ def build_bare() -> None:
     source = places.PACKAGE / "bare.c"
     if places.BARE.exists() and places.BARE.stat().st_mtime > source.stat().st_mtime:
         return
-    places.BARE.parent.mkdir(parents=True, exist_ok=True)
-    command = [os.environ.get("CC", "cc"), "-O3", "-Wall", "-shared", "-fPIC", "-pthread"]
+    command = shlex.split(os.environ.get("CC") or "cc")
+    command += ["-O3", "-Wall", "-shared", "-fPIC", "-pthread"]
+    half = places.BARE.with_suffix(f".{os.getpid()}")  # a killed compiler leaves a part
     try:
+        places.BARE.parent.mkdir(parents=True, exist_ok=True)
         ran = subprocess.run(
-            [*command, "-o", str(places.BARE), str(source), "-luring"],
+            [*command, "-o", str(half), str(source), "-luring"],
             capture_output=True,
             text=True,
             check=False,
         )
+        if ran.returncode == 0:
+            half.replace(places.BARE)
+            return
     except OSError as error:
-        raise ArmFailed(f"bare.c was not compiled: {command[0]}: {error.strerror}") from error
-    if ran.returncode:
-        raise ArmFailed(f"bare.c was not compiled: {ran.stderr.strip().splitlines()[0]}")
+        what = error.filename or command[0]
+        raise ArmFailed(f"bare.c was not compiled: {what}: {error.strerror}") from error
+    finally:
+        half.unlink(missing_ok=True)
+    said = ran.stderr.strip() or f"the compiler ended with {ran.returncode}"
+    raise ArmFailed(f"bare.c was not compiled: {said.splitlines()[0]}")
 
 
 @contextmanager

@@ -417,6 +417,7 @@ def exact(context: Context) -> Iterator[Row | Check]:
         lambda: prefetched_to_host(context, source, wanted, pinned=True),
     )
     yield Check("slices", lambda: slices(context, source, wanted))
+    yield Check("slices after a prefetch", lambda: sliced_load(context, source, wanted))
     del wanted
     others = [odd_file(context), *([] if context.small else [context.checkpoint("tiny-moe")])]
     for other in others:
@@ -493,6 +494,28 @@ def slices(context: Context, source: Path, wanted: dict[str, Any]) -> Row:
                 there = wanted[name][rows // 3 : rows // 3 + max(rows // 2, 1)]
                 if not torch.equal(raw(part), raw(there)):
                     return {"verdict": f"{WRONG}: a slice of {name}"}
+    return {"verdict": "exact"}
+
+
+def sliced_load(context: Context, source: Path, wanted: dict[str, Any]) -> Row:
+    """Rows of some tensors and all of others, read and taken over from a prefetch to the device."""
+    import torch
+
+    import gdsload
+
+    rows = {name: slice(1, None) for name, each in wanted.items() if each.ndim and len(each) > 2}
+    parts = {name: each[1:] if name in rows else each for name, each in wanted.items()}
+    for ahead in (False, True):
+        poison(context.gpu, wanted)
+        with contextlib.ExitStack() as stack:
+            if ahead:
+                stack.enter_context(gdsload.prefetch(source, context.device)).wait()
+            got = gdsload.load_file(source, context.device, slices=rows)
+        if got.keys() != parts.keys():
+            return {"verdict": f"{WRONG}: {len(got)} names of {len(parts)}"}
+        for name, there in parts.items():
+            if got[name].shape != there.shape or not torch.equal(raw(got[name]), raw(there)):
+                return {"verdict": f"{WRONG}: {name}, {'prefetched' if ahead else 'read'}"}
     return {"verdict": "exact"}
 
 

@@ -263,7 +263,8 @@ def test_gpu_check_other_loader_is_faster_by_more_than_noise_in_three_rounds(
 def test_gpu_check_bad_row_of_each_backend_misses_a_claim(
     verdict: str, script: ModuleType, tmp_path: Path
 ) -> None:
-    for name in ("auto", "gds_mt", "gds", "stream", "slices", "posix/uring/direct", "odd/direct"):
+    names = "auto", "gds_mt", "gds", "stream", "slices", "posix/uring/direct", "odd/direct"
+    for name in (*names, "slices after a prefetch"):
         rows = [{"section": "exact", "name": name, "verdict": verdict}]
         missed = [claim for claim in script.CLAIMS if claim.decide(rows)[0] == script.MISSED]
         assert missed, name
