@@ -23,8 +23,8 @@ for bundle in "${PIP_CERT:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/ce
     [ ! -f "$bundle" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$bundle}"
 done
 if [ ! -w "${HOME:-/}" ]; then
-    export UV_CACHE_DIR="${UV_CACHE_DIR:-$here/../.cache/uv-cache}"
-    export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$here/../.cache/pip-cache}"
+    export UV_CACHE_DIR="${UV_CACHE_DIR:-$directory/uv-cache}"
+    export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$directory/pip-cache}"
 fi
 uv=
 for candidate in uv "$(dirname "$python")/uv" "$here/../.cache/uv/bin/uv"; do

@@ -91,7 +91,7 @@ def keep(result: dict[str, Any], options: argparse.Namespace, name: str) -> Path
 
     The write is atomic. An older result of this name stays, and the new one gets a number, unless
     `--replace` or `--output` is given: a quick trial must not replace the result of a long run, nor
-    does one that was interrupted.
+    may one that was interrupted.
     """
     path: Path = options.output or places.RESULTS / f"{name}.json"
     replaces = options.output is not None or options.replace
@@ -207,7 +207,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="write the result to this file, and replace an older one",
+        help="write the result to this file, and replace an older one unless Ctrl-C ended it",
     )
     parser.add_argument(
         "--replace",

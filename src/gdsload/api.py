@@ -197,8 +197,8 @@ def load_file(
         ValueError: An argument has no such value.
         IndexError: An index in `slices` is outside its tensor.
 
-        All errors of gdsload are `safetensors.SafetensorError` too, except for files that cannot be
-        opened: these are OSError, such as FileNotFoundError and PermissionError.
+        All errors of gdsload are `safetensors.SafetensorError` too. Files that cannot be opened
+        raise an OSError instead, such as FileNotFoundError and PermissionError.
 
     Example:
         >>> tensors = gdsload.load_file("model", device="cuda:0")

@@ -17,7 +17,7 @@ from contract import BLOCK
 from devicetensors import BACKENDS, TorchCuda, device_tensor, odd_tensors, raw
 from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
-from gdsload.loading import device_batch
+from gdsload.loading import device_batch, io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
@@ -64,6 +64,24 @@ def test_load_file_to_device_returns_exact_bytes(
         del got
     assert staging_ring.release_rings() == 1 << 20
     assert doubles.cuda_log["used"] == before
+
+
+def test_file_whose_direct_reads_are_larger_than_a_slot_is_read_through_the_page_cache(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as on ZFS with records of 16 MiB."""
+    monkeypatch.setattr(io_mode.system, "direct_alignment", lambda fd: (1 << 24, 1 << 24))
+    got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix")
+    expected = {
+        k: v
+        for f in tiny_checkpoint.glob("*.safetensors")
+        for k, v in safetensors.torch.load_file(f).items()
+    }
+    assert all(torch.equal(raw(got[name]), raw(tensor)) for name, tensor in expected.items())
+    refused = [why for what, why in gdsload.last_report().refusals.items() if "direct" in what]
+    assert len(refused) == 2 and all("at most 2,097,152" in why for why in refused)
+    with pytest.raises(ReadError, match="a direct read has 16,777,216 bytes"):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", cache="direct")
 
 
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)

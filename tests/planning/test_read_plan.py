@@ -92,12 +92,11 @@ def test_random_ranges_give_a_valid_plan(
 def check_transfers(
     plan: ReadPlan, sizes: list[int], limits: Limits, blocks: list[int] | None
 ) -> None:
-    """Aligned (to the file's block if a read may be as long), within limits, inside the file and
-    its target, in order, and never twice to the same memory."""
+    """Aligned, within limits, inside the file and its target, in order, and never twice to the
+    same memory."""
     taken: dict[int, list[tuple[int, int]]] = {}
     for number, read in enumerate(plan.transfers):
-        block = blocks[read.shard] if blocks and blocks[read.shard] <= limits.max_request else 0
-        align = max(block, limits.block, PAGE)
+        align = max(blocks[read.shard] if blocks else 0, limits.block, PAGE)
         target = plan.targets[read.target]
         assert read.tag == number and read.shard == target.shard
         assert read.offset % align == 0 == read.length % align == read.target_offset % PAGE
@@ -307,13 +306,6 @@ def test_requests_are_aligned_to_the_block_of_the_backend_too() -> None:
     limits = Limits(block=65_536)
     plan = plan_reads([ByteRange("a", 0, 70_000, 100)], [80_000], limits, blocks=[512])
     assert [transfer[:4] for transfer in plan.transfers] == [(0, 65_536, 65_536, 14_464)]
-
-
-def test_requests_are_no_longer_than_allowed_where_a_file_wants_larger_blocks() -> None:
-    """Such as on ZFS with records of 16 MiB: a slot of a ring has less."""
-    limits = Limits(max_request=65_536)
-    plan = plan_reads([ByteRange("a", 0, 0, 300_000)], [300_000], limits, blocks=[1 << 24])
-    assert max(transfer.length for transfer in plan.transfers) == 65_536
 
 
 def test_shared_block_of_two_shards_is_that_of_each() -> None:

@@ -177,13 +177,16 @@ def test_whole_file_on_a_disk_that_hangs_is_fetched_again(
         raise StallError("the cache has not answered", path=entry.path)
 
     monkeypatch.setattr(Entry, "seal", seal)
-    again = MemoryFile()
-    cached = opened(tmp_path, again)
+    again, other = MemoryFile(), MemoryFile()
+    cache = LocalCache(tmp_path)
+    cached, same_disk = cache.open(again), cache.open(other)
     assert cached.local_copy() is None
-    assert cached.read(0, again.size) == file.content
-    assert again.fetched == again.size
-    assert "has not answered" in cached.facts().refusals["local cache"]
-    cached.close()
+    monkeypatch.setattr(Entry, "read", lambda *_: pytest.fail("the disk that hangs was read"))
+    for each, fetched in ((cached, again), (same_disk, other)):
+        assert each.read(0, file.size) == file.content
+        assert fetched.fetched == file.size
+        assert "has not answered" in each.facts().refusals["local cache"]
+        each.close()
 
 
 def test_file_that_cannot_be_sealed_at_the_end_of_the_interpreter_is_no_error(

@@ -16,8 +16,8 @@ cdef enum:
     DEAR_NS = 1000000
     # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
     NO_HUGE_PAGE_NS = 10000000
-    # Tries of the cheaper kind between two of the dearer one, because costs change; doubled as long as
-    # the other kind stays cheaper. A try is a unit, or as many as `choose_huge` is for.
+    # Units of the cheaper kind for each unit of the dearer one that is tried, because costs change;
+    # doubled as long as the other kind stays cheaper. Small ones may be tried by streams of units.
     FIRST_RETRY = 16
     LAST_RETRY = 256
 
@@ -29,7 +29,7 @@ cdef struct PageChoice:
     int huge_preferred           # whether huge pages were cheaper at the last choice
     int small_tried              # whether somebody has begun to
     int units_until_retry
-    int retry                    # tries until then; 0: nothing was preferred yet
+    int retry                    # one of the two above and in between; 0: nothing was preferred yet
 
 
 cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:

@@ -495,8 +495,11 @@ cdef class Pump:
                 error = pump.broken
                 opened = pump.engine != NULL
                 pthread_mutex_unlock(&pump.lock)
-            # After the wait, in which the thread takes its reference to what the engine needs.
-            PyErr_CheckSignals()
+            try:
+                PyErr_CheckSignals()
+            except BaseException:
+                self.close(1.0)  # the thread takes its reference to what the engine needs before
+                raise
         if error:
             self.close(1.0)
             raise OSError(-error, os.strerror(-error))

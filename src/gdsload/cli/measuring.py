@@ -28,7 +28,7 @@ COMMANDS = {
     "engines": ("engines", "Each backend and engine, by request size and reads in flight."),
     "tune": ("tune", "Find the fastest settings of each loader on this machine."),
     "report": ("render", "Tables and pictures of stored results."),
-    "deps": ("deps", "Install the other loaders, each in its own environment."),
+    "deps": ("deps", "Install the other loaders, in environments of their own."),
 }
 
 

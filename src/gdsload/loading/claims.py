@@ -91,7 +91,8 @@ class Offer:
         self.device = "cpu"
         self.claimed_bytes = 0
         self._lock = fork_safe_lock(self)
-        self._known = False  # whether loads need not wait: it was filled, or nobody knows when
+        self._known = False  # whether it was filled, or will never be
+        self._unanswered: set[str] = set()  # checkpoints that may_hold_any_of got no answer for
         self._changed = threading.Condition()  # reentrant, for signal handlers that close it
         self._progress_time = time.monotonic()
         self._batch: PrefetchBatch | None = None
@@ -180,7 +181,7 @@ class Offer:
         no answer within seconds, they are not waited for.
         """
         paths = [shard.original_path for shard in checkpoint.shards]
-        if self._known:
+        if self._known or checkpoint.source in self._unanswered:
             return False
         answers = parallel_map(
             lambda source: any(map(self.may_hold, paths)),
@@ -190,7 +191,7 @@ class Offer:
         )
         with closing(answers), suppress(StallError):
             return next(answers)
-        self._end_wait()  # nor by the next windows of this load, or by other loads
+        self._unanswered.add(checkpoint.source)  # nor by its next windows
         return False
 
     def may_hold(self, path: str) -> bool:

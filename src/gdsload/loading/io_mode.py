@@ -17,7 +17,7 @@ import errno
 import os
 import resource
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 
 from gdsload._native import system
@@ -160,6 +160,14 @@ class ShardAccess:
         for shard in new:
             self._register(backend, shard)
 
+    def fit_blocks(self, shards: Iterable[int], most: int) -> None:
+        """Reads files through the page cache whose direct reads would be longer than `most` bytes.
+        Raises ReadError if cache="direct"."""
+        for shard in shards:
+            if self.blocks[shard] > most:
+                why = f"a direct read has {self.blocks[shard]:,} bytes, and at most {most:,} here"
+                self._note_direct(shard, (None, DEFAULT_BLOCK_BYTES, why, errno.EINVAL))
+
     def _register(self, backend: Backend, shard: int) -> None:
         opened = self._checkpoint.shards[shard]
         if opened.remote is not None:
@@ -234,7 +242,7 @@ class ShardAccess:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if most == resource.RLIM_INFINITY or self.cache == "direct":
             return len(self.blocks)
-        taken = len(self.blocks) + len(self._direct_fds)
+        taken = (2 if self._drops else 1) * len(self.blocks) + len(self._direct_fds)
         return max(0, most * _DESCRIPTOR_PERCENT // 100 - taken)
 
     def _note_direct(self, shard: int, found: tuple[int | None, int, str, int]) -> None:

@@ -356,14 +356,16 @@ class Session(quiesce.Holder):
         Raises PlacementError if the plan itself does not fit into memory: a sparse file may declare
         a tensor of any size.
         """
-        self.register(*sorted({each.shard for each in ranges}))
+        shards = {each.shard for each in ranges}
+        self.register(*sorted(shards))
         limits, fill = self.open().limits(self.device), self._access.fill
+        if self.device != "cpu":  # there a read is to a slot of a ring
+            self._access.fit_blocks(shards, limits.max_request)
         nbytes = bytes_of(list(ranges))
         require_room_to_plan(nbytes, limits)
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
             expected_bytes = self._expected_bytes or self.report.wanted_bytes
             fill.decide(expected_bytes, self._beside_bytes)
-            shards = {one.shard for one in ranges}
             if fill.active(past_cache) and not all(map(self._can_map, shards)):
                 fill.refuse("a file cannot be mapped")
             fill.note(self.report, past_cache)

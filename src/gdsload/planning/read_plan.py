@@ -321,9 +321,7 @@ def plan_reads(
         for merged, inside in found:
             merged_ranges.append(merged)
             shard = merged.shard
-            # A file may want larger blocks than a read may be: then the page cache is in between.
-            block = blocks[shard] if blocks and blocks[shard] <= limits.max_request else 0
-            align = max(block, limits.block, DEFAULT_BLOCK_BYTES)
+            align = max(blocks[shard] if blocks else 0, limits.block, DEFAULT_BLOCK_BYTES)
             start = merged.offset // align * align
             end = -(-merged.end // align) * align
             number = len(transfers)

@@ -56,8 +56,11 @@ class CachedFile(RemoteFile):
         refusal: Why the cache is not used, or not filled any more, or "".
     """
 
-    def __init__(self, file: RemoteFile, entry: Entry | None, refusal: str = "") -> None:
+    def __init__(
+        self, cache: LocalCache, file: RemoteFile, entry: Entry | None, refusal: str = ""
+    ) -> None:
         """Owns `file` and `entry` from now on; without an entry, all bytes are fetched."""
+        self._cache = cache
         self.url, self.size, self.version = file.url, file.size, file.version
         self.scheme, self.digest, self.query = file.scheme, file.digest, file.query
         self.refusal = refusal
@@ -82,21 +85,26 @@ class CachedFile(RemoteFile):
         The bytes are compared with their checksums before, except if they were and the file was not
         written to since. It is not removed as long as the descriptor is open. Raises LoadCancelled.
         """
-        entry = self._entry
+        entry = self._usable_entry()
         if entry is None:
             return None
         try:
             if entry.is_sealed() or (entry.is_whole() and entry.seal()):
                 return LocalCopy(entry.path, entry.reader())
-        except StallError as error:  # what comes from the cache would hang as well
-            self._refuse(error)
-            self._entry = None
+        except StallError as error:
+            self._cache.hung = str(error)
         except OSError as error:
             self._refuse(error)
         return None
 
+    def _usable_entry(self) -> Entry | None:
+        if self._entry is not None and self._cache.hung:  # it would hang as well
+            self._entry, self._writes = None, False
+            self.refusal = self.refusal or self._cache.hung
+        return self._entry
+
     def chunks(self, offset: int, length: int) -> Iterator[Buffer]:
-        entry = self._entry
+        entry = self._usable_entry()
         if entry is None:
             for chunk in self._file.chunks(offset, length):
                 self._count(memoryview(chunk).nbytes, 0)
@@ -307,13 +315,14 @@ class LocalCache:
         if text and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
             raise GdsloadError(f"{SIZE_VARIABLE}={shown(text)} is not a number of bytes")
         self._limit_bytes = int(text) if text else None
+        self.hung = ""  # why its disk is not waited for again
 
     def open(self, file: RemoteFile) -> CachedFile:
         """The file with this cache in front of it. Never fails: see `CachedFile.refusal`."""
         try:
-            return CachedFile(file, *self._entry_of(file))
+            return CachedFile(self, file, *self._entry_of(file))
         except (OSError, ImportError) as error:
-            return CachedFile(file, None, f"{self.directory}: {_reason(error)}")
+            return CachedFile(self, file, None, f"{self.directory}: {_reason(error)}")
 
     def _entry_of(self, file: RemoteFile) -> tuple[Entry, str]:
         """The entry, and why it is not filled any further, or ""."""

@@ -73,7 +73,8 @@ def from_pretrained(
         *args: Passed to `cls.from_pretrained`.
         cls: A class of transformers with a `from_pretrained`, such as an Auto class; None for the
             architecture that the config names.
-        backend: "auto" or the name of a backend. For a class without weights also one of its own.
+        backend: "auto" or the name of a backend. For a class of transformers without weights, such
+            as a processor of images, also one of its own.
         page_cache: As for `load_file`; but with "auto", tensors that are cast or merged fill the
             page cache only while copying them waits for the storage.
         group: A group of torch.distributed whose ranks load this model together: each of them reads
