@@ -273,8 +273,8 @@ class Exchange:
                 self._exchange(window, sent, received)
             del sent, received  # they hold memory of tensors that are handed out
             self._posted.popleft()
-            # What was sent may be of a mapping, which changes with its file. At the end all files are
-            # compared: one may have changed since its own window.
+            # What was sent may be of a mapping, which changes with its file. At the end all of them
+            # are compared: one may have changed since its own window.
             self._session.checkpoint.verify_unchanged(read if self._posted else None)
             if not self._posted:
                 self._readers.agree()
