@@ -12,14 +12,12 @@ cdef enum:
 
     # Small pages never cost less, on any machine that was measured.
     CHEAP_NS = 250000
-    # Small pages cost about as much, on any machine that was measured.
-    DEAR_NS = 1000000
     # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
     NO_HUGE_PAGE_NS = 10000000
-    # Units of the cheaper kind for each unit of the dearer one that is tried, because costs change;
-    # doubled as long as the other kind stays cheaper. Small ones may be tried by streams of units.
-    FIRST_RETRY = 16
-    LAST_RETRY = 256
+    # Units between two tries of the dearer kind, because costs change; doubled as long as the other
+    # kind stays cheaper. 256 units are 512 MiB.
+    FIRST_RETRY_UNITS = 16
+    LAST_RETRY_UNITS = 256
 
 # Zeroed memory, but for `mode`, is a choice of which nothing is known yet.
 cdef struct PageChoice:
@@ -27,9 +25,8 @@ cdef struct PageChoice:
     int64_t huge_ns              # mean CPU time of a unit as a huge page; 0: none
     int64_t small_ns             # mean CPU time of a unit as small pages; 0: none
     int huge_preferred           # whether huge pages were cheaper at the last choice
-    int small_tried              # whether somebody has begun to
     int units_until_retry
-    int retry                    # one of the two above and in between; 0: nothing was preferred yet
+    int retry_units              # 0: nothing was preferred yet
 
 
 cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
@@ -40,19 +37,16 @@ cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
     if self.huge_ns <= CHEAP_NS:
         return 1
     if self.small_ns == 0:
-        # One tries them, unless huge pages are surely worse: a stream of small ones may be long.
-        huge = self.small_tried and self.huge_ns <= DEAR_NS
-        self.small_tried = 1
-        return huge
+        return 0
     huge = self.huge_ns <= self.small_ns
-    if huge != self.huge_preferred or self.retry == 0:
-        self.huge_preferred, self.retry = huge, FIRST_RETRY
-        self.units_until_retry = FIRST_RETRY * (units if huge else 1)
+    if huge != self.huge_preferred or self.retry_units == 0:
+        self.huge_preferred = huge
+        self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
     if self.units_until_retry > 0:
         self.units_until_retry -= 1 if huge else units
         return huge
-    self.retry = min(2 * self.retry, <int>LAST_RETRY)
-    self.units_until_retry = self.retry * (units if huge else 1)
+    self.retry_units = min(2 * self.retry_units, <int>LAST_RETRY_UNITS)
+    self.units_until_retry = self.retry_units
     return not huge
 
 
