@@ -127,6 +127,7 @@ def test_few_loads_are_no_measurement(tmp_path: Path) -> None:
 def test_directory_without_a_check_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert gpu.main([str(tmp_path), "--output", str(tmp_path / "kept.json")]) == 1
+    words = [str(tmp_path), "--commit", "abc", "--output", str(tmp_path / "kept.json")]
+    assert gpu.main(words) == 1
     assert "there is no results.jsonl of gpu-check" in capsys.readouterr().err
     assert not (tmp_path / "kept.json").exists()

@@ -99,6 +99,15 @@ def sealed_files(directory: Path) -> int:
     return sum(b"\nsealed " in path.read_bytes() for path in directory.rglob("pieces"))
 
 
+def filled_and_killed(directory: Path) -> MemoryFile:
+    """A file that a load has read, whose process was killed before it sealed its copy."""
+    file = MemoryFile()
+    first = opened(directory, file)
+    first.read(0, file.size)
+    del first
+    return file
+
+
 def data_of(directory: Path) -> Path:
     (path,) = directory.rglob("model.safetensors")
     return path
@@ -133,10 +142,7 @@ def test_whole_file_is_a_local_file(tmp_path: Path) -> None:
 
 
 def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) -> None:
-    file = MemoryFile()
-    first = opened(tmp_path, file)
-    first.read(0, file.size)
-    del first  # as if the process had been killed
+    file = filled_and_killed(tmp_path)
     assert sealed_files(tmp_path) == 0
     assert content_of(opened(tmp_path, MemoryFile()).local_copy()) == file.content
     assert sealed_files(tmp_path) == 1
@@ -145,10 +151,7 @@ def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) ->
 def test_comparing_a_whole_file_ends_when_the_load_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = MemoryFile()
-    first = opened(tmp_path, file)
-    first.read(0, file.size)
-    del first  # as if the process had been killed
+    filled_and_killed(tmp_path)
     hangs, token = threading.Event(), CancelToken()
 
     def read(entry: Entry, cached: object) -> None:
@@ -168,10 +171,7 @@ def test_comparing_a_whole_file_ends_when_the_load_is_cancelled(
 def test_whole_file_on_a_disk_that_hangs_is_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = MemoryFile()
-    first = opened(tmp_path, file)
-    first.read(0, file.size)
-    del first  # as if the process had been killed
+    file = filled_and_killed(tmp_path)
 
     def seal(entry: Entry) -> bool:
         raise StallError("the cache has not answered", path=entry.path)
