@@ -352,7 +352,7 @@ def test_adapter_in_a_folder_of_its_own_is_found_by_its_keywords(tmp_path: Path)
 
 
 def test_class_without_weights_gets_its_own_backend(tmp_path: Path) -> None:
-    class Processor(transformers.ImageProcessingMixin):
+    class Processor(transformers.FeatureExtractionMixin):
         @classmethod
         def from_pretrained(cls, source: Any, **words: Any) -> Any:
             return words
