@@ -185,16 +185,16 @@ def floor(result: dict[str, Any]) -> float:
     return max(tables.seconds_of(found[arm]).median for arm in ("imports", "read"))
 
 
-def over(result: dict[str, Any]) -> float:
-    """By how much of the limit a start with prefetch is slower than it."""
-    return tables.seconds_of(tables.by_label(result)["prefetch"]).median / floor(result) - 1
-
-
-def over_by_rounds(result: dict[str, Any]) -> float:
-    """The same, as the median over the rounds, each with its own limit."""
+def beside_limit(result: dict[str, Any]) -> tuple[str, bool]:
+    """By how much a start with prefetch is slower than its limit: by medians, and by rounds, each
+    with its own limit. And whether both are within the aim."""
     found = tables.by_label(result)
     arms = (found[arm]["seconds"] for arm in ("prefetch", "imports", "read"))
-    return statistics.median(ours / max(limits) - 1 for ours, *limits in zip(*arms, strict=False))
+    rounds = (ours / max(limits) - 1 for ours, *limits in zip(*arms, strict=False))
+    over = tables.seconds_of(found["prefetch"]).median / floor(result) - 1
+    over_by_rounds = statistics.median(rounds)
+    text = f"{over:+.0%} ({over_by_rounds:+.0%} by rounds)"
+    return text, max(over, over_by_rounds) <= AIM
 
 
 def too_few(result: dict[str, Any]) -> str:
@@ -234,8 +234,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> str:
-    longer = over(result), over_by_rounds(result)
-    said = too_few(result) or ("met" if max(longer) <= AIM else "missed")
+    over, met = beside_limit(result)
+    said = too_few(result) or ("met" if met else "missed")
     checked = ""
     if result["residency_checked"]:  # older results were not
         checked = " and none of them resident when its clock started"
@@ -250,7 +250,7 @@ def notes(result: dict[str, Any]) -> str:
             f"{checked}, the files of Python's packages warm; all checksums equal; phases are those"
             " of the median run",
             f"- limit: max(imports alone, reading alone), {floor(result):.2f} s; with prefetch"
-            f" {longer[0]:+.0%} ({longer[1]:+.0%} by rounds), within {AIM:.0%} was wanted: {said}",
+            f" {over}, within {AIM:.0%} was wanted: {said}",
             *([f"- versions: {with_what}"] if with_what else []),
         ]
     )

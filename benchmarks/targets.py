@@ -136,8 +136,7 @@ def model_memory(result: Result) -> Found:
 def process_start(result: Result) -> Found:
     if why := start.too_few(result):
         raise ValueError(why)
-    over, rounds = start.over(result), start.over_by_rounds(result)
-    return Found(f"{over:+.0%} ({rounds:+.0%} by rounds)", max(over, rounds) <= start.AIM)
+    return Found(*start.beside_limit(result))
 
 
 def require(result: Result, **stated: Any) -> None:

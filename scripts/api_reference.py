@@ -61,7 +61,8 @@ def page() -> str:
             *module_entries(telemetry),
             *module_entries(backends),
             "## Backend options\n",
-            "Passed as `options={...}`. Without `backend=` they are for the one that is chosen.\n",
+            "Passed as `options={...}`, with or without `backend=`. Without it, they are options of"
+            " the backend that gdsload chooses.\n",
             *option_tables(),
         ]
     )

@@ -163,11 +163,9 @@ def _goes_elsewhere() -> bool:
     return (device is not None and device().type != "cpu") or (is_zero3 is not None and is_zero3())
 
 
-def _wants_all(cls: Any, config: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bool:
+def _wants_all(cls: Any, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Whether a class probably uses all tensors of a checkpoint, unlike an encoder alone, or a
-    model with fewer layers. `config` is that of the checkpoint."""
-    given: Any = kwargs.get("config")
-    wanted = {**(given.to_dict() if hasattr(given, "to_dict") else {}), **kwargs}
+    model with fewer layers. `config` is that of the checkpoint, `wanted` that of the load."""
     numbers = {word: number for word, number in config.items() if type(number) is int}
     if any(type(n := wanted.get(word)) is int and n != numbers[word] for word in numbers):
         return False
@@ -190,11 +188,13 @@ def _is_unfit(
     """Whether experts will probably be merged, tensors cast, quantized ones moved to a GPU, other
     files read, or a part left out."""
     infos = checkpoint.tensors.values()
-    in_file = _config_in_file(source, checkpoint, kwargs)
-    if any(".experts." in info.name for info in infos) or not _wants_all(cls, in_file, kwargs):
+    if any(".experts." in info.name for info in infos):
         return True
+    in_file = _config_in_file(source, checkpoint, kwargs)
     given: Any = kwargs.get("config")
     config = given.to_dict() if hasattr(given, "to_dict") else in_file
+    if not _wants_all(cls, in_file, {**config, **kwargs}):
+        return True
     if config.get("transformers_weights"):  # their name
         return True
     if any(
