@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -43,6 +43,8 @@ def peak_rss_bytes() -> int:
     """The largest resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
+
+_Times = Sequence[tuple[int, int]]
 
 # A call that contains several loads, such as one of a pipeline: its report gets the sums.
 enclosing: ContextVar[LoadReport | None] = ContextVar("gdsload.enclosing", default=None)
@@ -155,24 +157,25 @@ class LoadReport:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._spans: list[Span] = []
-        self._later: list[Callable[[], Iterable[Span]]] = []
+        self._later: list[tuple[_Times, Callable[[], Iterable[Span]]]] = []
 
     @property
     def spans(self) -> list[Span]:
         """Phases and reads, as time intervals for `trace`."""
         with _lock:
             while self._later:
-                self._spans.extend(self._later.pop(0)())
+                self._spans.extend(self._later.pop(0)[1]())
         return self._spans
 
     @spans.setter
     def spans(self, spans: list[Span]) -> None:
         self._spans = spans
 
-    def add_later(self, spans: Callable[[], Iterable[Span]]) -> None:
-        """Internal: adds spans that are made when they are asked for: a load of 15 GB has
+    def add_reads(self, times: _Times, spans: Callable[[], Iterable[Span]]) -> None:
+        """Internal: adds reads by their (start, end), in monotonic nanoseconds, 0 for reads that
+        did not start or end. Their spans are made when they are asked for: a load of 15 GB has
         thousands, and few ask."""
-        self._later.append(spans)
+        self._later.append((times, spans))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has no observers."""
@@ -185,13 +188,21 @@ class LoadReport:
     @property
     def reading_seconds(self) -> float:
         """Seconds in which at least one read was in flight; 0.0 without reads."""
-        reads = [span for span in self.spans if span.track.startswith("requests of ")]
+        with _lock:
+            reads = [
+                (span.start, span.end)
+                for span in self._spans
+                if span.track.startswith("requests of ")
+            ]
+            for times, _ in self._later:
+                reads += [(start * 1e-9, end * 1e-9) for start, end in times if end]
         if not reads:
             return self.phases.get("read", 0.0) if self.read_bytes else 0.0
         seconds = until = 0.0
-        for span in sorted(reads, key=lambda span: span.start):
-            seconds += max(span.end - max(span.start, until), 0.0)
-            until = max(until, span.end)
+        for start, end in sorted(reads):
+            if end > until:
+                seconds += end - max(start, until)
+                until = end
         return seconds
 
     @property
@@ -211,7 +222,7 @@ class LoadReport:
         found: dict[str, float] = {}
         around: list[Span] = []
         outermost = 0.0
-        phases = (span for span in self.spans if span.track == "phases")
+        phases = (span for span in self._spans if span.track == "phases")
         for span in sorted(phases, key=lambda span: (span.start, -span.end)):
             while around and around[-1].end < span.end:
                 around.pop()

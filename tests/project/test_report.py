@@ -65,14 +65,19 @@ def test_spans_that_are_made_later_are_there_for_whoever_asks() -> None:
         yield Span("read 1 KiB at 0", "requests of a", 1.0, 4.0)
 
     report = report_of(Span("open", "phases", 0.0, 1.0))
-    report.add_later(reads)
+    report.add_reads([(1_000_000_000, 4_000_000_000), (5_000_000_000, 0)], reads)
     with report.phase("read"):
         pass
-    assert asked == []
+    report.read_bytes = 1024
     assert report.reading_seconds == 3.0
+    assert report.to_dict()["bytes_per_second"] == 1024 / 3
+    assert "read: 1.02 kB in 3.000 s" in report.summary()
+    assert asked == []
     names = ["open", "read", "read 1 KiB at 0"]
     assert [span.name for span in report.spans] == names and asked == [1]
-    report.add_later(lambda: [Span("read 1 KiB at 1024", "requests of a", 4.0, 6.0)])
+    assert report.reading_seconds == 3.0
+    later = [Span("read 1 KiB at 1024", "requests of a", 4.0, 6.0)]
+    report.add_reads([(4_000_000_000, 6_000_000_000)], lambda: later)
     copy = pickle.loads(pickle.dumps(report))
     total = LoadReport("all")
     total.add(report)

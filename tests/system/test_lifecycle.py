@@ -233,6 +233,19 @@ def test_exit_while_closing_cufile_hangs_does_not_wait(tmp_path: Path) -> None:
     assert (code, out) == (0, "hung: 1\n"), errors
 
 
+FILE_STAYS_REGISTERED = """
+cufile.opened("cuda:0", False).register_file(os.open(sys.argv[1], os.O_RDONLY))
+"""
+
+
+def test_exit_with_registered_file_ends_the_statistics(tmp_path: Path) -> None:
+    """libcufile 1.15 crashes in its exit handlers if one of its threads writes them then."""
+    code, out, errors = ended(FILE_STAYS_REGISTERED, tmp_path)
+    assert (code, out) == (0, "hung: 0\n"), errors
+    assert "left: cuFile open, 1 files" in errors
+    assert "cuFile counts" not in errors
+
+
 CUDA_STARTS = """
 from gdsload.system import gpu
 refused = []

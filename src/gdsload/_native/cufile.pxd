@@ -116,7 +116,6 @@ cdef struct CuFileApi:
     CUfileError (*stats_level)(int level) noexcept nogil
     CUfileError (*stats_start)() noexcept nogil
     CUfileError (*stats_l3)(void *stats) noexcept nogil
-    CUfileError (*stats_stop)() noexcept nogil
     # Not a function: the engines that are open, whose threads may call these functions.
     int64_t engines
 

@@ -40,7 +40,7 @@ _OPTIONAL = (
     "cuFileBatchIOSetUp", "cuFileBatchIOSubmit", "cuFileBatchIOGetStatus", "cuFileBatchIODestroy",
     "cuFileGetParameterSizeT", "cuFileSetParameterSizeT", "cuFileSetParameterBool",
     "cuFileDriverGetP2PFlags",
-    "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3", "cuFileStatsStop",
+    "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3",
 )
 
 cdef enum:
@@ -92,9 +92,8 @@ cdef void *run_call(void *arg) noexcept nogil:
     elif self.what == REGISTER_BUFFER:
         answer = self.api.buf_register(self.base, self.length, 0)
     else:
-        # With statistics on, libcufile has crashed in its exit handlers.
-        if self.api.stats_stop != NULL:
-            self.api.stats_stop()
+        # Not after cuFileStatsStop: that unmaps the memory to which a thread of libcufile 1.15 and
+        # 1.16 writes statistics every millisecond. cuFileDriverClose ends that thread before.
         answer = self.api.driver_close()
     pthread_mutex_lock(&self.lock)
     self.answer = answer
@@ -210,8 +209,8 @@ cdef class CuFile:
         self.call_within("cuFileDriverOpen", self.new_call(OPEN_DRIVER, device), seconds)
 
     def close_driver(self, double seconds):
-        """Stops the statistics and closes the driver. False if that takes longer than ``seconds``.
-        Raises CuFileFailure."""
+        """Closes the driver, which ends its statistics. False if that takes longer than
+        ``seconds``. Raises CuFileFailure."""
         self.own()
         if self.api.driver_close == NULL:
             return False
@@ -340,6 +339,13 @@ cdef class CuFile:
         if self.api.stats_level == NULL or self.api.stats_start == NULL:
             return False
         return self.api.stats_level(3).err == 0 and self.api.stats_start().err == 0
+
+    def pause_statistics(self):
+        """Counts no more, for a driver that is never closed: libcufile 1.15 crashes in its exit
+        handlers if a thread still writes statistics then."""
+        self.own()
+        if self.api.stats_level != NULL:
+            self.api.stats_level(0)
 
     def statistics(self):
         """Reads of each GPU so far, by I/O path; None if this libcufile has no statistics.

@@ -60,7 +60,8 @@ def record_request(
             report.refusals[f"direct I/O on {checkpoint.shards[shard].name}"] = why
         if facts.times:
             names = [shard.name for shard in checkpoint.shards]
-            report.add_later(partial(_spans_of, facts.transfers, facts.times, names))
+            spans = partial(_spans_of, facts.transfers, facts.times, names)
+            report.add_reads(facts.times, spans)
         count_pages(report, facts.huge_pages, facts.small_pages)
 
 

@@ -302,11 +302,16 @@ def test_missing_thread_to_open_cufile_is_not_final(doubles: Doubles) -> None:
 def test_missing_thread_to_close_cufile_leaves_it_open(
     doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    paused: list[bool] = []
+
     class NoThread:
         engines = 0
 
         def close_driver(self, *_: object) -> bool:
             raise OSError(errno.EAGAIN, "no thread to call cuFile")
+
+        def pause_statistics(self) -> None:
+            paused.append(True)
 
     driver = library.opened("cuda:0", False)
     with monkeypatch.context() as patch:
@@ -314,6 +319,7 @@ def test_missing_thread_to_close_cufile_leaves_it_open(
         with pytest.raises(GdsloadError, match="no thread to call cuFile"):
             driver.quiesce()
         driver.end()
+        assert paused
     assert library.opened("cuda:0", False) is driver
     driver.quiesce()
     assert not library.is_open()

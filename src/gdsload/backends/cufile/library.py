@@ -31,6 +31,8 @@ OPEN_SECONDS = 30.0
 # Closing takes milliseconds, and seconds on a starved machine. A process that ended meanwhile would
 # meet libcufile's own exit handlers.
 CLOSE_SECONDS = 10.0
+# In which libcufile's thread, which looks every millisecond, ends to write statistics.
+PAUSE_SECONDS = 0.02
 # Registering a file or a ring takes 1 ms to 0.3 s. With nvidia-fs built for another driver, or with
 # storage that does not answer, it hangs.
 REGISTER_SECONDS = 10.0
@@ -203,11 +205,16 @@ class Driver(quiesce.Holder):
             raise _latch(f"cuFileDriverClose has not come back in {CLOSE_SECONDS:g} s")
 
     def end(self) -> None:
-        """Closes it at the end of the process, unless something is registered with it. Otherwise
-        libcufile closes it in an exit handler of its own, when CUDA may be closed already."""
-        if self.pid == os.getpid() and self._engines_ended() and not self._registered:
-            with suppress(GdsloadError):  # nobody is left to handle it
+        """Closes it at the end of the process. Otherwise libcufile closes it in an exit handler of
+        its own, when CUDA may be closed already: so if something is registered with it."""
+        if self.pid != os.getpid():
+            return
+        with suppress(GdsloadError):  # nobody is left to handle it
+            if self._engines_ended() and not self._registered:
                 self._close()
+                return
+        self.library.pause_statistics()
+        time.sleep(PAUSE_SECONDS)
 
     def paths(self) -> dict[str, int]:
         """Reads that cuFile has counted so far, by path; empty if it does not count."""
