@@ -1176,16 +1176,16 @@ OURS = "gdsload"
 WARM_LARGE = (
     OURS, "pinned", "safetensors-mmap", "safetensors-prefetch",
     "fastsafetensors:nogds=1,FASTSAFETENSORS_ODIRECT=0",
-    "instanttensor:INSTANTTENSOR_BACKEND=BUFFERED",
+    "instanttensor:INSTANTTENSOR_BACKEND=BUFFERED", "gdsload:request_bytes=2097152",
 )  # fmt: skip
-WARM = (
-    *WARM_LARGE, "runai", "gdsload:engine=uring", "gdsload:request_bytes=1048576",
-    "gdsload:request_bytes=4194304,ring_bytes=268435456",
-)  # fmt: skip
+WARM = (*WARM_LARGE, "runai", "gdsload:engine=uring", "gdsload:request_bytes=1048576")
 COLD = (
     OURS, "safetensors-mmap", "safetensors-prefetch", "runai", "fastsafetensors:nogds=1",
     "instanttensor", "gdsload:engine=uring",
 )  # fmt: skip
+# Bytes. A GPU clears the memory that was freed, and copies to it have half their rate meanwhile: on
+# an H200 more than 50 ms after 15 GB.
+CLEARED_PER_SECOND = 1e11
 LARGE_BYTES = 4 << 30
 LARGE_SECONDS = 150.0  # to write and load 15 GB
 # Until a loader is imported, or has loaded; then it counts as hanging.
@@ -1279,6 +1279,7 @@ def arm(job: Row, gpu: Gpu) -> None:
                 del found
                 gc.collect()
                 facts["left_bytes"] = before - gpu.free_bytes()
+                time.sleep(max(facts.get("vram_bytes", 0), 0) / CLEARED_PER_SECOND)
                 text = json.dumps(sorted(facts.pop("sums").items()))
                 facts["digest"] = hashlib.sha256(text.encode()).hexdigest()[:16]
             print(json.dumps(facts), file=out, flush=True)
@@ -1639,13 +1640,15 @@ def reused_memory(rows: list[Row]) -> tuple[str, str]:
 
 
 def one_copy_thread(rows: list[Row]) -> tuple[str, str]:
+    from gdsload.backends.posix.backend import REQUEST_BYTES
+
     for row in rows:
-        rate = row.get("2048 KiB, 1 streams, GB/s")
+        rate = row.get(f"{REQUEST_BYTES >> 10} KiB, 1 streams, GB/s")
         if row["name"] == "host to device: registered-huge" and rate is not None:
             best = max(value for name, value in row.items() if name.endswith("1 streams, GB/s"))
             words = f"{rate:.1f} of {best:.1f} GB/s"
             return (MET if rate >= 0.95 * best else MISSED), words
-    return NOT_MEASURED, "no copies of 2 MiB"
+    return NOT_MEASURED, "no copies of that size"
 
 
 CLAIMS = (

@@ -44,11 +44,8 @@ DEPTH = 16
 # Reads in flight into a device, for each of those into DRAM: the device copies from half of the
 # slots while the others are read to.
 RING_READS = 2
-# Of reads into a device, and so the size of a slot. The first load of a process waits until the
-# ring is pinned, and a small one stays in the processor's cache: a ring of 32 slots is as fast as
-# one of 64 slots of 4 MiB (benchmarks/results/gpu-h100.json).
-SLOT_BYTES = 2 << 20
-RING_BYTES = RING_READS * DEPTH * SLOT_BYTES
+# The first load of a process waits until the ring is pinned.
+RING_BYTES = RING_READS * DEPTH * REQUEST_BYTES
 # Distant storage has more reads in flight: its ring grows up to this size.
 MOST_RING_BYTES = 256 << 20
 # The largest buffer that io_uring registers.
@@ -88,9 +85,7 @@ class PosixBackend(PumpBackend):
         return (
             Option("engine", "auto", f"one of {', '.join(ENGINES)}, or auto: the first that works"),
             Option(
-                "request_bytes",
-                REQUEST_BYTES,
-                "bytes of one read past the page cache, at most; half of the default into a device",
+                "request_bytes", REQUEST_BYTES, "bytes of one read past the page cache, at most"
             ),
             Option("depth", DEPTH, "reads in flight"),
             Option(
@@ -141,8 +136,6 @@ class PosixBackend(PumpBackend):
         """The settings of a pipeline, which is no deeper than its ring. Slots have one size,
         whatever the storage."""
         settings = dict(self.settings)
-        if "request_bytes" not in self._asked:
-            settings["request_bytes"] = SLOT_BYTES
         slot_bytes, depth = settings["request_bytes"], RING_READS * self._dram_settings["depth"]
         if not settings["ring_bytes"]:
             settings["ring_bytes"] = max(min(depth * slot_bytes, MOST_RING_BYTES), 2 * slot_bytes)
