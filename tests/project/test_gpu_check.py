@@ -532,7 +532,8 @@ def test_gpu_check_kernel_of_older_work_is_loaded_before_the_device_is_busy(
 def test_gpu_check_copy_rate_is_compared_with_other_sizes_on_one_stream(
     rate: float, verdict: str, script: ModuleType
 ) -> None:
-    row = {"name": "host to device: registered-huge", "4096 KiB, 1 streams, GB/s": rate}
+    row = {"name": "host to device: registered-huge", "slot": "4096 KiB"}
+    row |= {"4096 KiB, 1 streams, GB/s": rate}
     row |= {"8192 KiB, 1 streams, GB/s": 10.0, "8192 KiB, 2 streams, GB/s": 12.0}
     assert script.one_copy_thread([row]) == (verdict, f"{rate} of 10.0 GB/s")
 
