@@ -973,9 +973,9 @@ def micro(context: Context) -> Iterator[Row | Check]:
 def copies(gpu: Gpu, kind: str, ring: int, total: int, sizes: Iterable[int]) -> Row:
     """GB/s by size of a copy and number of streams, and us that the host needs for one; the best of
     three runs. `slot` is the size that posix copies."""
-    from gdsload.backends.posix.backend import REQUEST_BYTES
+    from gdsload.backends.posix.backend import SLOT_BYTES
 
-    row: Row = {"slot": f"{REQUEST_BYTES >> 10} KiB"}
+    row: Row = {"slot": f"{SLOT_BYTES >> 10} KiB"}
     target = gpu.empty(ring)
     with pinned(gpu, ring, kind) as source:
         target.copy_(source)
@@ -1178,7 +1178,7 @@ OURS = "gdsload"
 WARM_LARGE = (
     OURS, "pinned", "safetensors-mmap", "safetensors-prefetch",
     "fastsafetensors:nogds=1,FASTSAFETENSORS_ODIRECT=0",
-    "instanttensor:INSTANTTENSOR_BACKEND=BUFFERED", "gdsload:request_bytes=2097152",
+    "instanttensor:INSTANTTENSOR_BACKEND=BUFFERED", "gdsload:request_bytes=4194304",
 )  # fmt: skip
 WARM = (*WARM_LARGE, "runai", "gdsload:engine=uring", "gdsload:request_bytes=1048576")
 COLD = (

@@ -79,7 +79,7 @@ def test_file_whose_direct_reads_are_larger_than_a_slot_is_read_through_the_page
     }
     assert all(torch.equal(raw(got[name]), raw(tensor)) for name, tensor in expected.items())
     refused = [why for what, why in gdsload.last_report().refusals.items() if "direct" in what]
-    assert len(refused) == 2 and all("at most 4,194,304" in why for why in refused)
+    assert len(refused) == 2 and all("at most 2,097,152" in why for why in refused)
     with pytest.raises(ReadError, match="a direct read has 16,777,216 bytes"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", cache="direct")
 

@@ -26,7 +26,7 @@ from gdsload.backends import (
 from gdsload.backends.cufile.gds import MOST_IN_FLIGHT, GdsBackend
 from gdsload.backends.cufile.gds_mt import THREADS, GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.backends.posix.backend import DEPTH, MOST_RING_BYTES, REQUEST_BYTES
+from gdsload.backends.posix.backend import DEPTH, MOST_RING_BYTES, SLOT_BYTES
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import device_buffers, staging_ring
 from gdsload.planning.read_plan import Transfer
@@ -332,9 +332,9 @@ def test_distant_storage_has_more_reads_in_flight_within_the_ring(
     ("storage", "options", "slots"),
     [
         (Storage(), {}, 2 * DEPTH),
-        (Storage("nfs4", 1 << 20, 4 * DEPTH), {}, MOST_RING_BYTES // REQUEST_BYTES),
+        (Storage("nfs4", 1 << 20, 4 * DEPTH), {}, MOST_RING_BYTES // SLOT_BYTES),
         (Storage(), {"request_bytes": 64 << 10}, 2 * DEPTH),
-        (Storage(), {"ring_bytes": 8 * REQUEST_BYTES}, 8),
+        (Storage(), {"ring_bytes": 8 * SLOT_BYTES}, 8),
     ],
 )
 def test_ring_has_a_slot_for_each_read_in_flight(
@@ -345,7 +345,7 @@ def test_ring_has_a_slot_for_each_read_in_flight(
         assert load.finish() == {} and load.bytes() == bytes_of(0)
         backend.release(load.request)
         (ring,) = staging_ring.rings()
-        slot_bytes = options.get("request_bytes", REQUEST_BYTES)
+        slot_bytes = options.get("request_bytes", SLOT_BYTES)
         assert (ring.native.slot_bytes, ring.native.count) == (slot_bytes, slots)
         limits = backend.limits("cuda:0")
         assert (limits.max_request, limits.depth) == (slot_bytes, slots)

@@ -269,7 +269,7 @@ def ring_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         ("LEAST_BYTES", 1),
         ("LEAST_BYTES_WITHOUT_RING", 1),
         ("RING_BYTES", 1 << 20),
-        ("REQUEST_BYTES", 64 << 10),
+        ("SLOT_BYTES", 64 << 10),
     ):
         monkeypatch.setattr(host_copies, name, value)
 

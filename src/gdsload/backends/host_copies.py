@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gdsload._native import threads
 from gdsload._native.pump import throttle
 from gdsload.backends.base import Memory, OpenFile, Registration
-from gdsload.backends.posix.backend import DEPTH, REQUEST_BYTES, RING_BYTES
+from gdsload.backends.posix.backend import DEPTH, RING_BYTES, SLOT_BYTES
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallError
 from gdsload.memory import DRAM, VRAM, late_copies, staging_ring
@@ -63,7 +63,7 @@ def copy_to_device(
         StallError: Nothing was copied for a minute.
     """
     ordinal, nbytes = gpu.ordinal_of(device), sum(each.nbytes for each in copies)
-    slot_bytes, ring_bytes, least = REQUEST_BYTES, RING_BYTES, LEAST_BYTES_WITHOUT_RING
+    slot_bytes, ring_bytes, least = SLOT_BYTES, RING_BYTES, LEAST_BYTES_WITHOUT_RING
     if known := staging_ring.rings(DRAM, ordinal):
         largest = max(known, key=lambda ring: ring.nbytes)
         slot_bytes, ring_bytes, least = largest.native.slot_bytes, largest.nbytes, LEAST_BYTES
