@@ -101,9 +101,9 @@ def result_of(directory: Path, commit: str) -> Result:
         ],
         "steps": [
             {
-                key: value
+                key: value if isinstance(value, str) else float(f"{value:.4g}")
                 for key, value in row.items()
-                if key not in ("section", "verdict", "row_seconds")
+                if re.search("name|slot|_ms$|^GB/s|1 streams, GB/s", key)
             }
             for row in steps
             if len(row) > 4
@@ -260,8 +260,8 @@ def main(words: list[str] | None = None) -> int:
 
     def result() -> tuple[Result, str]:
         found = result_of(options.directory, options.commit)
-        name = found["machine"]["gpus"][0].split()[1].lower()
-        return found, f"gpu-{name}"
+        model, *_ = found["machine"]["gpus"][0].split(",")  # "NVIDIA H100 80GB HBM3"
+        return found, f"gpu-{model.split()[1].lower()}"
 
     return records.publish("gpu", options, result)
 

@@ -36,8 +36,8 @@ from gdsload._native.engine cimport (
     add_result, engine_capsule, take_results,
 )
 from gdsload._native.pthreads cimport (
-    monotonic_ns, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
-    pthread_mutex_t, pthread_mutex_unlock, pthread_t, sleep_ns, start_quiet_thread,
+    monotonic_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock, sleep_ns,
 )
 
 cdef extern from "<sys/syscall.h>" nogil:
@@ -48,9 +48,6 @@ cdef extern from "<unistd.h>" nogil:
 
 cdef enum:
     MPOL_PREFERRED = 1
-    MADV_POPULATE_WRITE = 23    # of Linux 5.14 and newer
-    TOUCHERS = 8                # threads that touch the memory of a ring
-    TOUCH_UNIT = 2097152        # a huge page
     MAP_BIT = 62
     MAP_SHIFT = 44
     LEAST_MAPS = 1024
@@ -111,34 +108,6 @@ cdef void return_slot(CRing *ring, int number, int lost) noexcept nogil:
     pthread_mutex_unlock(&ring.lock)
 
 
-cdef struct Piece:
-    char *base
-    uint64_t nbytes
-
-
-cdef void *touch_piece(void *arg) noexcept nogil:
-    cdef Piece *piece = <Piece *>arg
-    madvise(piece.base, piece.nbytes, MADV_POPULATE_WRITE)
-    return NULL
-
-
-cdef void touch(char *base, uint64_t nbytes) noexcept nogil:
-    """Gives fresh memory its pages, by several threads. What they leave out takes longer: the
-    driver that pins the memory touches it by one thread."""
-    cdef Piece pieces[TOUCHERS]
-    cdef pthread_t threads[TOUCHERS]
-    cdef uint64_t share = (nbytes // TOUCHERS // TOUCH_UNIT + 1) * TOUCH_UNIT
-    cdef int i, started = 0
-    while started < TOUCHERS and started * share < nbytes:
-        pieces[started].base = base + started * share
-        pieces[started].nbytes = min(share, nbytes - started * share)
-        if start_quiet_thread(&threads[started], touch_piece, &pieces[started]) != 0:
-            break
-        started += 1
-    for i in range(started):
-        pthread_join(threads[i], NULL)
-
-
 @cython.final
 cdef class Ring:
     """Memory that is registered once, in slots that are lent to reads."""
@@ -192,27 +161,22 @@ cdef class Ring:
 
     def settle(self, int node):
         """Before the first use of the memory: asks for huge pages, on NUMA ``node`` (-1: any), and
-        for zeros in a child of fork(), and touches it.
+        for zeros in a child of fork().
 
-        Without the zeros, a fork copies pinned pages; before Linux 5.12 the parent's next write
-        even goes to a new page, while the device still reads the old one.
+        Without the last, a fork copies pinned pages; before Linux 5.12 the parent's next write even
+        goes to a new page, while the device still reads the old one.
 
-        All are hints; the memory is usable without them. True if the node was accepted.
+        All three are hints; the memory is usable without them. True if the node was accepted.
         """
         cdef unsigned long nodes[16]
         cdef uint64_t nbytes = self.ring.slot_bytes * <uint64_t>self.ring.count
-        cdef bint accepted = False
         madvise(self.ring.base, nbytes, MADV_HUGEPAGE)
         madvise(self.ring.base, nbytes, MADV_WIPEONFORK)
-        if 0 <= node < 1024:
-            memset(nodes, 0, sizeof(nodes))
-            nodes[node // 64] = 1UL << (node % 64)
-            accepted = syscall(
-                SYS_mbind, self.ring.base, nbytes, MPOL_PREFERRED, nodes, 1025UL, 0
-            ) == 0
-        with nogil:
-            touch(self.ring.base, nbytes)
-        return accepted
+        if node < 0 or node >= 1024:
+            return False
+        memset(nodes, 0, sizeof(nodes))
+        nodes[node // 64] = 1UL << (node % 64)
+        return syscall(SYS_mbind, self.ring.base, nbytes, MPOL_PREFERRED, nodes, 1025UL, 0) == 0
 
     def retire(self):
         """Takes every slot out of use. False, and no change, if one is lent or lost."""
