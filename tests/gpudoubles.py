@@ -143,9 +143,12 @@ class Doubles:
 
     @property
     def cufile_log(self) -> dict[str, int]:
-        values = (ctypes.c_int64 * 8)()
+        values = (ctypes.c_int64 * 9)()
         self.cufile.cufile_double_log(values)
-        names = ("open", "opens", "files", "buffers", "batches", "in_flight", "reads", "unaligned")
+        names = (
+            "open", "opens", "files", "buffers", "batches", "in_flight", "reads", "unaligned",
+            "destroyed_together",
+        )  # fmt: skip
         return dict(zip(names, values, strict=True))
 
     @property

@@ -195,7 +195,7 @@ class LoadReport:
                 if span.track.startswith("requests of ")
             ]
             for times, _ in self._later:
-                reads += [(start * 1e-9, end * 1e-9) for start, end in times if end]
+                reads += [(start * 1e-9, end * 1e-9) for start, end in times if start and end]
         if not reads:
             return self.phases.get("read", 0.0) if self.read_bytes else 0.0
         seconds = until = 0.0

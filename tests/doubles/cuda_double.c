@@ -208,6 +208,7 @@ EXPORT int cuda_double_is_device(const void *at, size_t length)
 EXPORT int cuda_double_reaches(const void *at, size_t length)
 {
     pthread_mutex_lock(&lock);
+    breaks_capture("cuFile");
     range_t *found = range_of(device, ranges, at, length);
     int reached = found && depth && found->context == stack[depth - 1];
     pthread_mutex_unlock(&lock);

@@ -37,6 +37,7 @@ static size_t sizes[16] = { 0, 128, 8, 1024, 4, 16384, 131072, 1024, 1 << 30, 12
 static buffer_t known[ROOM];
 static int64_t reads, read_bytes, by_p2p, by_nvfs, by_posix, unaligned;
 static int level, started, reports;
+static int destroying, together;
 static char log_path[4096];
 static params_t late[256];
 static int late_count;
@@ -47,7 +48,7 @@ EXPORT void cufile_double_set(int wanted_version, int is_native, int (*device)(c
     pthread_mutex_lock(&lock);
     version = wanted_version; native = is_native; is_device = device;
     is_open = failed_open = opens = files = buffers = batches = in_flight = late_count = 0;
-    compat_allowed = 1; level = started = 0;
+    compat_allowed = 1; level = started = together = 0;
     memset(switches, -1, sizeof switches);
     reads = read_bytes = by_p2p = by_nvfs = by_posix = unaligned = 0;
     sizes[5] = 16384; sizes[6] = 131072; sizes[7] = 1024; sizes[9] = 128;
@@ -64,7 +65,8 @@ EXPORT const char *cufile_double_log_path(void) { return log_path; }
 EXPORT void cufile_double_log(int64_t *out)
 {
     pthread_mutex_lock(&lock);
-    int64_t values[] = { is_open, opens, files, buffers, batches, in_flight, reads, unaligned };
+    int64_t values[] = { is_open, opens, files, buffers, batches, in_flight, reads, unaligned,
+                         together };
     memcpy(out, values, sizeof values);
     pthread_mutex_unlock(&lock);
 }
@@ -161,6 +163,12 @@ EXPORT answer_t cuFileDriverGetP2PFlags(int target, int *flags)
 }
 EXPORT answer_t cuFileSetStatsLevel(int wanted) { ENTER(); level = wanted; DONE(0); }
 EXPORT answer_t cuFileStatsStart(void) { ENTER(); started = level > 0; DONE(started ? 0 : 5022); }
+EXPORT answer_t cuFileStatsStop(void)
+{
+    ENTER();
+    broken("cuFileStatsStop unmaps what a thread of libcufile 1.15 writes to");
+    DONE(0);
+}
 EXPORT answer_t cuFileGetStatsL3(char *out)
 {
     ENTER();
@@ -371,7 +379,10 @@ EXPORT answer_t cuFileBatchIOGetStatus(batch_t *batch, unsigned least, unsigned 
 EXPORT void cuFileBatchIODestroy(batch_t *batch)
 {
     pthread_mutex_lock(&lock);
+    if (++destroying > together) together = destroying;
     entered(__func__);
+    destroying--;
+    if (is_device) is_device(batch, 1);  /* a call of CUDA */
     if (batch->count) broken("a batch was destroyed with something in flight");
     batches--;
     free(batch);

@@ -65,7 +65,8 @@ def test_spans_that_are_made_later_are_there_for_whoever_asks() -> None:
         yield Span("read 1 KiB at 0", "requests of a", 1.0, 4.0)
 
     report = report_of(Span("open", "phases", 0.0, 1.0))
-    report.add_reads([(1_000_000_000, 4_000_000_000), (5_000_000_000, 0)], reads)
+    times = [(1_000_000_000, 4_000_000_000), (5_000_000_000, 0), (0, 6_000_000_000)]
+    report.add_reads(times, reads)
     with report.phase("read"):
         pass
     report.read_bytes = 1024

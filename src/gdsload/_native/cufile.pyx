@@ -48,6 +48,7 @@ cdef enum:
     CLOSE_DRIVER
     REGISTER_FILE
     REGISTER_BUFFER
+    END_STATISTICS
 
 # A call that may never return. It owns everything it needs, so that it can be left to its thread.
 cdef struct TimedCall:
@@ -91,6 +92,8 @@ cdef void *run_call(void *arg) noexcept nogil:
         answer = self.api.handle_register(&self.handle, &descr)
     elif self.what == REGISTER_BUFFER:
         answer = self.api.buf_register(self.base, self.length, 0)
+    elif self.what == END_STATISTICS:
+        answer = self.api.stats_level(0)
     else:
         # Not after cuFileStatsStop: that unmaps the memory to which a thread of libcufile 1.15 and
         # 1.16 writes statistics every millisecond. cuFileDriverClose ends that thread before.
@@ -340,12 +343,13 @@ cdef class CuFile:
             return False
         return self.api.stats_level(3).err == 0 and self.api.stats_start().err == 0
 
-    def pause_statistics(self):
-        """Counts no more, for a driver that is never closed: libcufile 1.15 crashes in its exit
-        handlers if a thread still writes statistics then."""
-        self.own()
-        if self.api.stats_level != NULL:
-            self.api.stats_level(0)
+    def end_statistics(self, double seconds):
+        """Ends counting, for a driver that is never closed: libcufile 1.15 crashes in its exit
+        handlers if one of its threads writes statistics then.
+
+        Raises CuFileFailure, and TimeoutError after ``seconds``.
+        """
+        self.call_within("cuFileSetStatsLevel", self.new_call(END_STATISTICS, None), seconds)
 
     def statistics(self):
         """Reads of each GPU so far, by I/O path; None if this libcufile has no statistics.

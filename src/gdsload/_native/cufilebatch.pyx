@@ -14,6 +14,7 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 from posix.time cimport timespec
 
+from gdsload._native.cuda cimport relax
 from gdsload._native.cufile cimport (
     CUFILE_BATCH, CUFILE_CANCELED, CUFILE_COMPLETE, CUFILE_FAILED, CUFILE_INVALID, CUFILE_READ,
     CUFILE_TIMEOUT, CFiles, CUfileError, CUfileIOEvents, CUfileIOParams, file_handle,
@@ -283,6 +284,7 @@ cdef void *destroy(void *arg) noexcept nogil:
     cdef Wave *wave = <Wave *>arg
     if wave.batch != NULL and wave.left == 0:
         wave.files.cuda.set_current(wave.files.context)
+        relax(wave.files.cuda)
         wave.files.api.batch_destroy(wave.batch)
     return NULL
 

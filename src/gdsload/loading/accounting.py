@@ -70,7 +70,7 @@ def _spans_of(
 ) -> Iterator[Span]:
     """The reads of a request, on a track for each file; `times` are as in `RequestFacts`."""
     for transfer, (posted, done) in zip(transfers, times, strict=False):
-        if done:
+        if posted and done:
             name = f"read {transfer.length >> 10} KiB at {transfer.offset}"
             track = f"requests of {files[transfer.shard]}"
             yield Span(name, track, posted * 1e-9, done * 1e-9)

@@ -126,7 +126,7 @@ class Part:
 
     def seconds(self) -> float:
         """From its first read to its last copied byte."""
-        times = [times for each in self.facts for times in each.times if times[1]]
+        times = [times for each in self.facts for times in each.times if all(times)]
         if not times:
             return self._ended_at - self._posted_at
         return (max(done for _, done in times) - min(posted for posted, _ in times)) * 1e-9

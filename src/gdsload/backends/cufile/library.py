@@ -31,8 +31,10 @@ OPEN_SECONDS = 30.0
 # Closing takes milliseconds, and seconds on a starved machine. A process that ended meanwhile would
 # meet libcufile's own exit handlers.
 CLOSE_SECONDS = 10.0
-# In which libcufile's thread, which looks every millisecond, ends to write statistics.
-PAUSE_SECONDS = 0.02
+# A call that only sets a number. libcufile's thread looks at it every millisecond, and writes no
+# more statistics after the second time.
+END_STATISTICS_SECONDS = 1.0
+LAST_STATISTICS_SECONDS = 0.02
 # Registering a file or a ring takes 1 ms to 0.3 s. With nvidia-fs built for another driver, or with
 # storage that does not answer, it hangs.
 REGISTER_SECONDS = 10.0
@@ -206,15 +208,18 @@ class Driver(quiesce.Holder):
 
     def end(self) -> None:
         """Closes it at the end of the process. Otherwise libcufile closes it in an exit handler of
-        its own, when CUDA may be closed already: so if something is registered with it."""
+        its own, when CUDA may be closed already. If something is registered with it, it stays open,
+        and only its statistics end."""
         if self.pid != os.getpid():
             return
         with suppress(GdsloadError):  # nobody is left to handle it
             if self._engines_ended() and not self._registered:
                 self._close()
                 return
-        self.library.pause_statistics()
-        time.sleep(PAUSE_SECONDS)
+        if self.counts:
+            with suppress(CuFileFailure, OSError):  # it hangs, or there is no thread for it
+                self.library.end_statistics(END_STATISTICS_SECONDS)
+                time.sleep(LAST_STATISTICS_SECONDS)
 
     def paths(self) -> dict[str, int]:
         """Reads that cuFile has counted so far, by path; empty if it does not count."""
