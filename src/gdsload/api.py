@@ -19,7 +19,7 @@ from gdsload.backends.registry import find, names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.errors import safetensors_errors
+from gdsload.errors import FileChanged, safetensors_errors
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
     Session,
@@ -352,6 +352,8 @@ def load_into(
                 with open_session(checkpoint, report, how, target, nbytes, verifier) as session:
                     into.write_all(session, group, state, advance)
         except BaseException as error:
+            if isinstance(error, FileChanged):
+                state.file_changed()
             partial = into.partial_load(checkpoint.source, error, state, found.aliases)
             if partial is None:
                 raise

@@ -6,6 +6,8 @@ import copy
 import os
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,9 @@ from gdsload.loading import batch, destinations, device_batch
 from gdsload.loading.batch import Batch
 from gdsload.loading.into import TargetBatch
 from gdsload.loading.window_writer import WindowWriter
+from gdsload.memory import late_copies
 from gpudoubles import ERRNO, Doubles
+from gpuloads import PATIENCE_SECONDS
 from windows import small_windows
 
 Tensors = dict[str, torch.Tensor]
@@ -408,6 +412,51 @@ def test_file_that_changes_leaves_all_undefined(
     assert isinstance(caught.value.__cause__, FileChanged)
     assert caught.value.complete == ()
     assert len(caught.value.undefined) == 4
+
+
+def test_file_that_changes_in_a_later_group_leaves_earlier_ones_undefined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, targets = same_length(4, tmp_path)
+    with torch.inference_mode():  # these are written after the others
+        targets["t3"] = torch.zeros_like(targets["t3"])
+    real = WindowWriter.copy_next
+
+    def touch(self: WindowWriter, *words: Any) -> None:
+        real(self, *words)
+        if len(self.windows) == 1 and self.windows[0][0].key == "t3":
+            os.utime(file, ns=(1, 1))
+
+    monkeypatch.setattr(WindowWriter, "copy_next", touch)
+    with pytest.raises(PartialLoad) as caught:
+        gdsload.load_into(targets, file, cache="direct")
+    assert isinstance(caught.value.__cause__, FileChanged)
+    assert caught.value.complete == ()
+    assert sorted(caught.value.undefined) == ["t0", "t1", "t2", "t3"]
+
+
+def test_failed_load_into_vram_returns_when_no_copy_is_under_way(
+    loading: Doubles, device_targets: Callable[..., Tensors], path: Path, saved: Tensors
+) -> None:
+    """The caller may restore its tensors then."""
+    targets = device_targets(saved)
+    loading.hold_copies(True)
+
+    def fail(self: Batch, *words: Any, **named: Any) -> None:
+        copies = loading.cuda_log["copies"]
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while loading.cuda_log["copies"] == copies and time.monotonic() < deadline:
+            self._note_progress()
+            time.sleep(0.001)
+        threading.Timer(0.5, loading.hold_copies, [False]).start()
+        raise ReadError("on purpose")
+
+    options = {"ring_bytes": 64 << 10, "request_bytes": 4096}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "wait", fail)
+        with pytest.raises(PartialLoad):
+            gdsload.load_into(targets, path, device="cuda:0", backend="posix", options=options)
+    assert late_copies.owners() == []
 
 
 def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[Checkpoint]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,20 @@ def test_quiesce_releases_everything_and_next_load_reopens(
         after = doubles.cuda_log
         for what in ("ranges", "pins", "streams", "events", "used"):
             assert after[what] == before[what], what
+
+
+def test_memory_of_late_copies_is_freed_without_another_load() -> None:
+    has_ended = threading.Event()
+    for _ in range(2):
+        has_ended.clear()
+        late_copies.keep(object(), has_ended.is_set)
+        time.sleep(0.05)
+        assert len(late_copies.owners()) == 1
+        has_ended.set()
+        deadline = time.monotonic() + 60
+        while late_copies.owners():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
 
 def test_quiesce_frees_memory_of_late_copies(doubles: Doubles, tiny_checkpoint: Path) -> None:

@@ -218,13 +218,14 @@ class Batch:
             for name, claim in self.claims.items()
             if claim.batch not in self._anew and claim.state() == LOST
         ]
+        for name in lost:  # their memory may be needed for them again
+            self.views.pop(name, None)
+            self.claims[name] = self.claims[name]._replace(view=None)
         batch = self._start_anew([self.claims[name].range for name in lost])
         self._anew.append(batch)
         for name in lost:
             first, last = batch.plan.locations[name][2:]
-            self.claims[name] = self.claims[name]._replace(
-                view=None, batch=batch, first=first, last=last
-            )
+            self.claims[name] = self.claims[name]._replace(batch=batch, first=first, last=last)
         self.views.update(batch.views)
         batch.views.clear()  # a tensor that is freed must free its memory
 

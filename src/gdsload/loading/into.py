@@ -21,6 +21,7 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.destinations import MOST_NAMED, Destination
 from gdsload.loading.session import Session
 from gdsload.loading.window_writer import CopyPart, WindowWriter
+from gdsload.memory import late_copies
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange, ReadPlan, ranges_of
 
@@ -103,6 +104,12 @@ class WriteProgress:
 
     def set(self, destination: Destination, state: str) -> None:
         self._state[destination.wanted.info.name] = state
+
+    def file_changed(self) -> None:
+        """All that was written may be a mixture."""
+        for name, state in self._state.items():
+            if state != UNCHANGED:
+                self._state[name] = UNDEFINED
 
     def by_target(self, aliases: Mapping[str, str]) -> dict[str, str]:
         """The state of each target. One that is written in parts is undefined between them."""
@@ -198,7 +205,11 @@ def _read_in_place(
     finally:
         if batch is not None:
             batch.views.clear()
+            before = {id(one) for one in late_copies.owners()}
             batch.release()
+            # The caller may write to its tensors as soon as this returns.
+            late = [one for one in late_copies.owners() if id(one) not in before]
+            late_copies.wait_for(late, session.stall_seconds)
         for each in destinations:
             _count_version(each)
 

@@ -222,6 +222,7 @@ class StagingRing(quiesce.Holder):
 
     def free(self) -> None:
         """Frees the memory of a retired ring."""
+        quiesce.unregister(self)
         self._freed.set()
         try:
             while self._undo:

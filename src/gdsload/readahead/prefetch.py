@@ -35,7 +35,7 @@ from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fit
 from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport, peak_rss_bytes
 from gdsload.system import lifecycle, quiesce
-from gdsload.system.device_name import device_kind, require_name
+from gdsload.system.device_name import current_gpu, device_kind, require_name
 from gdsload.system.gc_control import ease_imports, imports_done
 from gdsload.system.stall import STALL_SECONDS, StallWatch
 from gdsload.system.threads import start_thread
@@ -614,6 +614,8 @@ def prefetch(
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = require_name(device)
+    if name == "cuda":
+        name = current_gpu()
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fsdecode(source)

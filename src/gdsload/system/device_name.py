@@ -22,6 +22,14 @@ def device_name(device: Any) -> str:
     return f"cuda:{torch.cuda.current_device()}"
 
 
+def current_gpu() -> str:
+    """The GPU that "cuda" stands for, without opening one: the first until torch has opened one."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return "cuda:0"
+    return f"cuda:{cuda.current_device()}"
+
+
 def require_name(device: object) -> str:
     """The name of the CPU or of a GPU, which need not exist. Raises PlacementError for others."""
     name = plain_name(device)

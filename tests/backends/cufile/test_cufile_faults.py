@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import descriptors
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
 from gdsload._native.pump import Pump
@@ -34,6 +35,7 @@ from gdsload.system import gpu
 from gpucontract import DeviceMemory
 from gpudoubles import (
     CODE,
+    DELAY,
     ERRNO,
     HALF,
     HANG,
@@ -63,6 +65,28 @@ def test_slow_copies_keep_their_slots(
         assert load.finish() == {}
         assert load.bytes() == bytes_of(0)
         backend.release(load.request)
+
+
+def test_batches_are_destroyed_side_by_side(doubles: Doubles, file: OpenFile) -> None:
+    """cuFile takes 0.1 s for each."""
+    doubles.fault("cuFileBatchIODestroy", DELAY, 200_000_000, times=-1)
+    with GdsBackend(**SMALL) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {} and doubles.cufile_log["batches"] == 4
+        backend.release(load.request)
+    assert doubles.cufile_log["batches"] == 0
+    assert doubles.cufile_log["destroyed_together"] > 1
+
+
+def test_load_to_another_gpu_opens_no_context_on_the_first(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    """Files are registered before the first read says where it goes."""
+    gpu.device(1)
+    with GdsMtBackend(**SMALL) as backend:
+        backend.register(file)
+        assert doubles.cufile_log["files"] == 1
+    assert doubles.cuda_log["retained"] == 1
 
 
 def test_end_of_file_that_is_none_is_an_error_of_cufile(doubles: Doubles, file: OpenFile) -> None:
@@ -302,7 +326,7 @@ def test_missing_thread_to_open_cufile_is_not_final(doubles: Doubles) -> None:
 def test_missing_thread_to_close_cufile_leaves_it_open(
     doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paused: list[bool] = []
+    ended: list[float] = []
 
     class NoThread:
         engines = 0
@@ -310,8 +334,8 @@ def test_missing_thread_to_close_cufile_leaves_it_open(
         def close_driver(self, *_: object) -> bool:
             raise OSError(errno.EAGAIN, "no thread to call cuFile")
 
-        def pause_statistics(self) -> None:
-            paused.append(True)
+        def end_statistics(self, seconds: float) -> None:
+            ended.append(seconds)
 
     driver = library.opened("cuda:0", False)
     with monkeypatch.context() as patch:
@@ -319,7 +343,7 @@ def test_missing_thread_to_close_cufile_leaves_it_open(
         with pytest.raises(GdsloadError, match="no thread to call cuFile"):
             driver.quiesce()
         driver.end()
-        assert paused
+        assert ended
     assert library.opened("cuda:0", False) is driver
     driver.quiesce()
     assert not library.is_open()
@@ -435,6 +459,40 @@ def test_batch_that_cannot_be_set_up_is_refused(
 
 
 # Calls that hang.
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        (GdsMtBackend, "cuFileRead"),
+        (GdsBackend, "cuFileBatchIOSubmit"),
+        (GdsBackend, "cuFileBatchIOGetStatus"),
+    ],
+)
+def test_files_of_reads_that_end_late_are_closed_then(
+    kind: type[Backend], call: str, doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.fault(call, HANG, skip=1)
+    with descriptors.none_left():
+        backend = kind(**SMALL, **({"depth": 8} if kind is GdsBackend else {}))
+        load = Load(backend, file)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not doubles.cufile.double_hung():
+            assert time.monotonic() < deadline
+            backend.wait(load.request, 0.01)
+        backend.release(load.request)
+        backend.close()
+        assert doubles.cufile_log["files"] == 1
+        doubles.let_go()
+        while doubles.cufile_log["files"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        while late_copies.owners():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    del load  # it has the ring, which is freed
+    staging_ring.release_rings()
+    gdsload.quiesce()
 
 
 @pytest.mark.parametrize(

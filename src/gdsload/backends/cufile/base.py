@@ -27,7 +27,7 @@ from gdsload.backends.cufile import library
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, CuFileError, ReadError
-from gdsload.memory import VRAM
+from gdsload.memory import VRAM, late_copies
 from gdsload.memory.staging_ring import Register, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
@@ -49,7 +49,7 @@ class CuFileBackend(PumpBackend):
             raise ValueError(
                 f"request_bytes={request!r}: requests are multiples of {DEFAULT_BLOCK_BYTES} bytes"
             )
-        self._device = "cuda:0"
+        self._device = ""  # known when reads are prepared
         self._driver: library.Driver | None = None
         self._handles: dict[int, int] = {}  # file number -> CUfileHandle_t
         self._files: list[tuple[int, int]] = []  # (CUfileHandle_t, our descriptor)
@@ -79,7 +79,9 @@ class CuFileBackend(PumpBackend):
         if device_kind(device) == "cuda":
             self._device = device
         if self._driver is None:
-            self._driver = library.opened(self._device, self.settings["allow_compat"])
+            known = gpu.any_open()  # that of the load: files are registered before its reads
+            here = self._device or (f"cuda:{known.ordinal}" if known else "cuda:0")
+            self._driver = library.opened(here, self.settings["allow_compat"])
             self.engine = self._driver.mode
             if self._driver.mode == library.COMPAT:
                 self.refusals[f"{self.name}/native"] = (
@@ -166,7 +168,7 @@ class CuFileBackend(PumpBackend):
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> StagedRequest:
         what = memory[0].what if memory else None
-        device = (what.device if isinstance(what, Memory) else "") or self._device
+        device = (what.device if isinstance(what, Memory) else "") or self._device or "cuda:0"
         return self._pipeline(device).prepare(transfers, files, memory)
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
@@ -183,19 +185,34 @@ class CuFileBackend(PumpBackend):
         return {f"{self.name}/{path}": nbytes for path, nbytes in parts.items()}
 
     def close(self) -> None:
-        """Ends the threads and deregisters the files. If a read or a call of cuFile hangs, both
-        stay open."""
+        """Ends the threads and deregisters the files: when the last read that was given up has
+        ended, or never if it hangs. If a call of cuFile hangs, the files stay registered."""
         for table in self._tables():
             for number in self._handles:
                 table.put(number, 0)
+        pipelines = list(self._pipelines.values())
         ended = self._close_pipelines()
         files, self._files = self._files, []
         self._handles.clear()
         driver, self._driver = self._driver, None
-        if driver is not None and ended and driver.pid == os.getpid() and not driver.stuck:
-            for handle, fd in files:
-                driver.deregister_file(handle)
-                os.close(fd)
+        if driver is None or driver.pid != os.getpid():
+            return
+
+        def finish() -> bool:
+            if not all(pipeline.pump.finished for pipeline in pipelines):
+                return False
+            if not driver.stuck:
+                for handle, fd in files:
+                    driver.deregister_file(handle)
+                    os.close(fd)
+            for pipeline in pipelines:
+                pipeline.ring.give_back()
+            return True
+
+        if ended:
+            finish()
+        else:  # a read that was given up may still use them
+            late_copies.keep(pipelines, finish)
 
 
 def _registrar(driver: library.Driver, device: Device) -> Register:
