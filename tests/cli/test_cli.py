@@ -217,6 +217,13 @@ def test_run_passes_arguments_and_errors_of_the_script(tmp_path: Path) -> None:
     assert run("run").exit_code == 2
 
 
+def test_run_ends_as_a_script_that_closes_its_output(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('done')\nsys.stdout.close()\n")
+    ended = process(COMMAND, "run", script)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [("BrokenPipeError", 1), ("EOFError", 1), ("KeyboardInterrupt", 130)]
 )

@@ -26,7 +26,7 @@ from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Lease
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
-from gdsload.memory import page_cache
+from gdsload.memory import host_pool, page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.synthetic import checkpoints
@@ -133,6 +133,33 @@ def test_parts_of_what_it_holds_are_found(tiny_checkpoint: Path) -> None:
             rows = opened.get_slice(name)[1:3]
             assert gdsload.last_report().read_bytes == 0 and from_pool() == rows.nbytes
         assert torch.equal(rows, whole[1:3])
+
+
+def test_parts_that_were_read_first_do_not_hide_the_rest(tiny_checkpoint: Path) -> None:
+    with warmup.HostPool(64 * UNIT) as pool:
+        gdsload.load_file(tiny_checkpoint, names="*norm.weight", **READ)
+        require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
+        held = pool.held_bytes
+        for _ in range(3):
+            require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
+            assert gdsload.last_report().read_bytes == 0
+        assert pool.held_bytes == held
+
+
+def test_stored_rows_are_sorted_and_none_is_inside_another() -> None:
+    def row(start: int, end: int) -> Any:
+        return host_pool._StoredRange(start, end - start, None, 0)  # type: ignore[arg-type]
+
+    rows: list[Any] = []
+    for start, end in [(10, 20), (30, 40), (12, 15), (10, 20), (5, 12), (0, 25), (24, 31), (0, 26)]:
+        host_pool._store(rows, row(start, end))
+    assert [(each.start, each.start + each.nbytes) for each in rows] == [
+        (0, 26),
+        (24, 31),
+        (30, 40),
+    ]
+    host_pool._store(rows, row(0, 99))
+    assert len(rows) == 1
 
 
 def test_who_writes_to_a_tensor_changes_nobody_elses(tiny_checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import gdsload
 from gdsload.errors import BackendUnavailable, CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.memory.host_pool import HostPool
-from gdsload.peers import memory, receiving
+from gdsload.peers import memory, receiving, server
 from gdsload.remote.peer import PeerDirectory
 
 
@@ -149,9 +149,17 @@ def test_small_files_have_a_limit_for_all_of_them(
     folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     for name in ("vocab.json", "vocab.txt"):
         (folder / name).write_bytes(bytes(60_000))
-    monkeypatch.setattr(receiving, "_SMALL_FILE_BYTES", 100_000)
+    monkeypatch.setattr(receiving, "SMALL_FILE_BYTES", 100_000)
     with pytest.raises(CheckpointError, match=r"vocab\.txt: .*limit of 100000 for all of them"):
         gdsload.serve(folder)
+
+
+def test_files_that_are_given_count_to_the_limit(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SMALL_FILE_BYTES", 100_000)
+    with pytest.raises(GdsloadError, match="100,000 is the limit for all of them"):
+        gdsload.serve(tiny_checkpoint, files={"notes.txt": bytes(110_000)})
 
 
 def test_serve_that_fails_is_reported_as_failed(

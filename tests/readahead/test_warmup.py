@@ -187,26 +187,31 @@ def test_words_start_one_and_leave_the_rest(
         ["--model", "x", "--device", "cuda0"],
     ],
 )
-def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
-    with pytest.raises(SystemExit, match="gdsload: --"):
+def test_words_that_make_no_sense_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
         from_words(words)
+    assert capsys.readouterr().err.startswith("gdsload: --")
 
 
-def test_refused_words_do_not_show_a_password() -> None:
-    with pytest.raises(SystemExit, match="cuda0") as refused:
+def test_refused_words_do_not_show_a_password(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
         from_words(["--model", "https://user:secret@host/model?sig=x", "--device", "cuda0"])
-    assert "https://host/model" in str(refused.value)
-    assert not {"secret", "sig"} & set(re.findall(r"\w+", str(refused.value)))
+    text = capsys.readouterr().err
+    assert "cuda0" in text and "https://host/model" in text
+    assert not {"secret", "sig"} & set(re.findall(r"\w+", text))
 
 
 def test_an_environment_without_a_device_behind_its_at_sign_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(warmup.VARIABLE, "org/model@main")
     with pytest.raises(PlacementError, match="'main' is neither cpu nor"):
         warmup.from_environment()
-    with pytest.raises(SystemExit, match="gdsload: GDSLOAD_PREFETCH: device 'main' is neither"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         from_words(["script.py"])
+    assert "gdsload: GDSLOAD_PREFETCH: device 'main' is neither" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

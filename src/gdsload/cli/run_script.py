@@ -25,10 +25,17 @@ from gdsload.system.threads import start_thread
 from gdsload.warmup import VARIABLE, from_environment
 
 USAGE = "usage: python -m gdsload run [--model source] (script.py | -m module) [argument ...]"
-NOT_FOUND = 2  # the exit code of `python` for a script that it cannot open
+# The exit code of `python` for a script that it cannot open, and of this command for its arguments.
+NOT_FOUND = WRONG_ARGUMENTS = 2
 # What the interpreter itself calls for `python -m`. `runpy.run_module` and `run_path` restore the
 # old `__main__` at their end, while threads of the script may still need theirs.
 _run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+
+
+def _wrong(text: str) -> SystemExit:
+    """Prints what is wrong with the arguments."""
+    print(text, file=sys.stderr)
+    return SystemExit(WRONG_ARGUMENTS)
 
 
 def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
@@ -53,7 +60,7 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
         name, equals, value = rest.pop(0).partition("=")
         if not equals:
             if not rest:
-                raise SystemExit(f"gdsload: {name} needs a value")
+                raise _wrong(f"gdsload: {name} needs a value")
             value = rest.pop(0)
         wanted[name[2:]] = value
         given.append(name)
@@ -61,16 +68,16 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
         try:
             return from_environment(), rest
         except ValueError as error:
-            raise SystemExit(f"gdsload: {VARIABLE}: {error}") from None
+            raise _wrong(f"gdsload: {VARIABLE}: {error}") from None
     if "model" not in wanted:
-        raise SystemExit(f"gdsload: {given[0]} needs --model")
+        raise _wrong(f"gdsload: {given[0]} needs --model")
     tier = wanted["tier"]
     if tier not in TIERS:
-        raise SystemExit(f"gdsload: --tier {tier} must be one of {', '.join(TIERS)}")
+        raise _wrong(f"gdsload: --tier {tier} must be one of {', '.join(TIERS)}")
     try:
         return prefetch(wanted["model"], wanted["device"], tier=tier), rest
     except ValueError as error:
-        raise SystemExit(f"gdsload: --model {shown_source(wanted['model'])}: {error}") from None
+        raise _wrong(f"gdsload: --model {shown_source(wanted['model'])}: {error}") from None
 
 
 def _report_failure(ahead: Prefetch) -> None:
@@ -101,7 +108,7 @@ def run(arguments: Sequence[str]) -> None:
     # Python has put a directory in front, which the script does not need; but not with `python -P`.
     safe_path = bool(getattr(sys.flags, "safe_path", False))
     if not arguments[module:]:
-        raise SystemExit(USAGE)
+        raise _wrong(USAGE)
     try:
         install(backend=os.environ.get("GDSLOAD_BACKEND", "auto"))
     except GdsloadError as error:

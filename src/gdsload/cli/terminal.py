@@ -33,7 +33,7 @@ class Commands(click.Group):
         """Runs a command and flushes its output."""
         try:
             code = super().invoke(ctx)
-            if sys.stdout is not None:
+            if sys.stdout is not None and not sys.stdout.closed:  # a script may close it
                 sys.stdout.flush()
         except KeyboardInterrupt:
             click.echo("gdsload: interrupted", err=True)

@@ -13,6 +13,7 @@ import click
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
 from gdsload.errors import one_line
+from gdsload.remote.urls import is_url
 from gdsload.report import size
 from gdsload.system.child_process import python_command
 from gdsload.system.progress_bar import progress_bar
@@ -46,13 +47,13 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
     """
     from gdsload.readahead.prefetch import prefetch
 
+    if is_url(source):
+        raise click.UsageError(
+            "SOURCE is a URL: the page cache is for files, and those of a local cache are"
+            " complete after `gdsload load SOURCE --cache-dir DIR`"
+        )
     if not wait:
-        with Checkpoint.open(source, **where) as checkpoint:
-            if checkpoint.remote:
-                raise click.UsageError(
-                    "SOURCE is a URL: the page cache is for files, and those of a local cache are"
-                    " complete after `gdsload load SOURCE --cache-dir DIR`"
-                )
+        with Checkpoint.open(source, **where):
             pid = in_background(source, tier, limit, where)
         if as_json:
             terminal.show_json({"source": source, "tier": tier, "pid": pid})

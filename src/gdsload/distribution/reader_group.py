@@ -8,6 +8,7 @@ Not responsible for what is sent (`shares`, `exchange`).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import socket
@@ -134,7 +135,7 @@ class ReaderGroup:
             padded[: len(data)] = data
             states = self._all_of(padded, size)
         return [
-            pickle.loads(state[: int(length)].numpy().tobytes())
+            pickle.loads(ctypes.string_at(state.data_ptr(), int(length)))
             for state, length in zip(states, lengths, strict=True)
         ]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -335,7 +335,7 @@ class HostPool(quiesce.Holder):
             segment.source = checkpoint.source
             for shard, row in rows:
                 file = checkpoint.shards[shard].original
-                insort(self._stored.setdefault(file, []), row, key=_start)
+                _store(self._stored.setdefault(file, []), row)
                 segment.stored.add(file)
             self._use(segment)
             if self._device is None and self._pinned is not False:
@@ -370,7 +370,8 @@ class HostPool(quiesce.Holder):
     def _forget(self, segment: PoolSegment) -> None:
         """Drops the bytes of a segment, not its memory."""
         for file in segment.stored:
-            rows = [row for row in self._stored.pop(file) if row.segment is not segment]
+            stored = self._stored.pop(file, [])
+            rows = [row for row in stored if row.segment is not segment]
             if rows:
                 self._stored[file] = rows
         segment.stored.clear()
@@ -433,6 +434,23 @@ class HostPool(quiesce.Holder):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _store(rows: list[_StoredRange], row: _StoredRange) -> None:
+    """Adds a row to those of its file, which are sorted. None is inside another one: so the last
+    that begins at or before a range has the range, if any has."""
+    at = bisect_right(rows, row.start, key=_start)
+    if at and _end(rows[at - 1]) >= _end(row):
+        return
+    first = at - 1 if at and rows[at - 1].start == row.start else at
+    last = at
+    while last < len(rows) and _end(rows[last]) <= _end(row):
+        last += 1
+    rows[first:last] = [row]
+
+
+def _end(row: _StoredRange) -> int:
+    return row.start + row.nbytes
 
 
 def _start(row: _StoredRange) -> int:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # The files of a model beside its weights: configuration and tokenizer.
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja")
-_SMALL_FILE_BYTES = 64 << 20  # of all of them
+SMALL_FILE_BYTES = 64 << 20  # of all of them
 _SHARD_SUFFIX = ".safetensors"
 _INDEX_PART = ".safetensors.index."
 
@@ -236,12 +236,12 @@ def _small_files(
         names = {name for name in names if name == index or _INDEX_PART not in name}
     found: dict[str, bytes] = {}
     for name in sorted(names):
-        found[name] = directory.read(name, _SMALL_FILE_BYTES)
-        if sum(map(len, found.values())) > _SMALL_FILE_BYTES:
+        found[name] = directory.read(name, SMALL_FILE_BYTES)
+        if sum(map(len, found.values())) > SMALL_FILE_BYTES:
             path = directory.path_of(name)
             raise CheckpointError(
                 f"{path}: with it, the files beside the weights have more bytes than the limit of"
-                f" {_SMALL_FILE_BYTES} for all of them",
+                f" {SMALL_FILE_BYTES} for all of them",
                 path=path,
             )
     return found

@@ -31,7 +31,7 @@ from gdsload.peers.publication import (
     manifest_bytes,
     published,
 )
-from gdsload.peers.receiving import Receiving
+from gdsload.peers.receiving import SMALL_FILE_BYTES, Receiving
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote.directory import is_file_name
@@ -187,7 +187,13 @@ class WeightServer:
             if receiving is not None:
                 receiving.finish()
             manifest = manifest_bytes(files) if self._checksums else b""
-        self._publication = published(files, weights.small_files | self._files, manifest)
+        others = weights.small_files | self._files
+        if (nbytes := sum(map(len, others.values()))) > SMALL_FILE_BYTES:
+            raise GdsloadError(
+                f"{self.url}: files other than the weights have {nbytes:,} bytes, and"
+                f" {SMALL_FILE_BYTES:,} is the limit for all of them"
+            )
+        self._publication = published(files, others, manifest)
         facts = memory.agent_name, memory.metadata(), self._plugin
         service.publish(Served(self._publication, *facts, self._arrivals))
         if receiving is not None and self._arrivals is not None:
