@@ -26,6 +26,7 @@ from .records import Refused
 OURS, PINNED = "gdsload", "pinned"
 LEAST_SHARE = 0.9  # of the rate of pinned memory, the target
 LEAST_LOADS = 3  # after the first, for a target
+KEPT = ("name", "slot", "GB/s", "touch_ms", "register_ms")  # of the steps, and the rates of copies
 Result = dict[str, Any]
 
 
@@ -101,9 +102,9 @@ def result_of(directory: Path, commit: str) -> Result:
         ],
         "steps": [
             {
-                key: value if isinstance(value, str) else float(f"{value:.4g}")
+                key: float(f"{value:.4g}") if isinstance(value, float) else value
                 for key, value in row.items()
-                if re.search("name|slot|_ms$|^GB/s|1 streams, GB/s", key)
+                if key in KEPT or key.endswith(" 1 streams, GB/s")
             }
             for row in steps
             if len(row) > 4
@@ -241,7 +242,7 @@ def notes(result: Result) -> str:
         " the first load, whose imports of torch are outside the clock",
         "- every byte is on the GPU at the end, and its sums are those of the other loaders",
         "- pinned: as many bytes from pinned memory, by copies of torch",
-        "- a loader that misses rounds had no memory left on the GPU, which another one kept",
+        "- a loader misses rounds when the time is up, or when another one keeps the GPU's memory",
     ]
     if cold is not None:
         lines.append(

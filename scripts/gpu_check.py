@@ -1185,8 +1185,8 @@ COLD = (
     OURS, "safetensors-mmap", "safetensors-prefetch", "runai", "fastsafetensors:nogds=1",
     "instanttensor", "gdsload:engine=uring",
 )  # fmt: skip
-# Bytes. A GPU clears the memory that was freed, and copies to it have half their rate meanwhile: on
-# an H200 more than 50 ms after 15 GB.
+# Bytes that a GPU clears in a second, at least, when they were freed. Meanwhile copies to it have
+# half their rate: on an H200 for more than 50 ms after 15 GB.
 CLEARED_PER_SECOND = 1e11
 LARGE_BYTES = 4 << 30
 LARGE_SECONDS = 150.0  # to write and load 15 GB
@@ -1262,6 +1262,11 @@ class ArmProcess:
         self.log.close()
 
 
+def wait_until_cleared(nbytes: int) -> None:
+    """After so many bytes of the device were freed."""
+    time.sleep(max(nbytes, 0) / CLEARED_PER_SECOND)
+
+
 def arm(job: Row, gpu: Gpu) -> None:
     """The other end of ArmProcess: answers each line of stdin with the facts of a load."""
     out = os.fdopen(os.dup(1), "w")
@@ -1281,7 +1286,7 @@ def arm(job: Row, gpu: Gpu) -> None:
                 del found
                 gc.collect()
                 facts["left_bytes"] = before - gpu.free_bytes()
-                time.sleep(max(facts.get("vram_bytes", 0), 0) / CLEARED_PER_SECOND)
+                wait_until_cleared(facts.get("vram_bytes", 0))
                 text = json.dumps(sorted(facts.pop("sums").items()))
                 facts["digest"] = hashlib.sha256(text.encode()).hexdigest()[:16]
             print(json.dumps(facts), file=out, flush=True)
@@ -1415,6 +1420,7 @@ def rounds(context: Context, source: Path, warm: bool, ends: float) -> Iterator[
                 # It does not give memory back, which the others need.
                 known[label].close()
                 ended.add(label)
+                wait_until_cleared(row["left_bytes"])
         number += 1
         if number > 1 and all(time.monotonic() + longest.get(label, 0) > ends for label in known):
             break
@@ -1648,7 +1654,7 @@ def one_copy_thread(rows: list[Row]) -> tuple[str, str]:
             best = max(value for name, value in row.items() if name.endswith("1 streams, GB/s"))
             words = f"{rate:.1f} of {best:.1f} GB/s"
             return (MET if rate >= 0.95 * best else MISSED), words
-    return NOT_MEASURED, "no copies of that size"
+    return NOT_MEASURED, "no copies of the size of a slot"
 
 
 CLAIMS = (

@@ -726,7 +726,7 @@ def test_shown_loads_have_the_names_that_bench_cold_gives() -> None:
 
 def test_results_and_pictures_are_small() -> None:
     kept = [*render.RESULTS.iterdir(), *render.PICTURES.iterdir()]
-    assert sum(path.stat().st_size for path in kept) < 240_000
+    assert sum(path.stat().st_size for path in kept) < 230_000
 
 
 def test_pictures_are_valid_svg_with_whole_pixels() -> None:
