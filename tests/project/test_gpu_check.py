@@ -428,6 +428,8 @@ def test_gpu_check_loader_that_keeps_memory_of_the_device_is_started_again(
     for name in ("make_cache", "settled_bytes"):
         monkeypatch.setattr(conditions, name, lambda _: 4096)
     monkeypatch.setattr(script, "ArmProcess", Arm)
+    cleared: list[int] = []
+    monkeypatch.setattr(script, "wait_until_cleared", cleared.append)
     (tmp_path / "model.safetensors").write_bytes(bytes(4096))
     ends = time.monotonic() + LIMIT_SECONDS
     gpu = SimpleNamespace(host_device="cpu")
@@ -435,6 +437,7 @@ def test_gpu_check_loader_that_keeps_memory_of_the_device_is_started_again(
     rows = list(script.rounds(context, tmp_path, True, ends))
     assert [row["verdict"] for row in rows] == ["ok"] * 6
     assert sorted(made) == ["gdsload", "pinned", "pinned", "safetensors-mmap"]
+    assert cleared == [4096, 4096], "the next loader begins while its memory is cleared"
     assert sorted(ended) == sorted(made)
 
 

@@ -68,6 +68,17 @@ def expected(source: Path) -> Loaded:
     return found
 
 
+def test_prefetch_to_cuda_goes_to_the_gpu_that_torch_uses(
+    doubles: Doubles, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_open, name in ((False, "cuda:0"), (True, "cuda:1")):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda is_open=is_open: is_open)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        with gdsload.prefetch(source, "cuda", options=SMALL) as ahead:
+            ahead.wait()
+            assert ahead.report.device == name
+
+
 def by_load_file(source: Path) -> Loaded:
     return gdsload.load_file(source, "cuda:0", options=SMALL)
 

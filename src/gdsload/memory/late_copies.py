@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from gdsload.system import lifecycle
@@ -48,7 +49,8 @@ def _forget_soon() -> None:
     while not lifecycle.is_ending():
         time.sleep(seconds)
         seconds = min(2 * seconds, _LAST_LOOK_SECONDS)
-        forget_ended()
+        with suppress(Exception):  # of one that cannot be asked now
+            forget_ended()
         with _lock:
             if not any(each.pid == os.getpid() for each in _kept):
                 _watching.clear()

@@ -201,9 +201,10 @@ class CuFileBackend(PumpBackend):
         def finish() -> bool:
             if not all(pipeline.pump.finished for pipeline in pipelines):
                 return False
-            if not driver.stuck:
-                for handle, fd in files:
-                    driver.deregister_file(handle)
+            while files and not driver.stuck:
+                handle, fd = files.pop()
+                driver.deregister_file(handle)
+                with suppress(OSError):  # of storage; the descriptor is closed
                     os.close(fd)
             for pipeline in pipelines:
                 pipeline.ring.give_back()
