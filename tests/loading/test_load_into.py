@@ -441,12 +441,12 @@ def test_failed_load_into_vram_returns_when_no_copy_is_under_way(
     """The caller may restore its tensors then."""
     targets = device_targets(saved)
     loading.hold_copies(True)
+    before = loading.cuda_log["copies"]
 
-    def fail(self: Batch, *words: Any, **named: Any) -> None:
-        copies = loading.cuda_log["copies"]
+    def fail(*words: Any, **named: Any) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while loading.cuda_log["copies"] == copies and time.monotonic() < deadline:
-            self._note_progress()
+        while loading.cuda_log["copies"] == before:
+            assert time.monotonic() < deadline
             time.sleep(0.001)
         threading.Timer(0.5, loading.hold_copies, [False]).start()
         raise ReadError("on purpose")
