@@ -461,7 +461,7 @@ def test_batch_that_cannot_be_set_up_is_refused(
 # Calls that hang.
 
 
-@pytest.mark.parametrize(
+calls_of_reads = pytest.mark.parametrize(
     ("kind", "call"),
     [
         (GdsMtBackend, "cuFileRead"),
@@ -469,19 +469,28 @@ def test_batch_that_cannot_be_set_up_is_refused(
         (GdsBackend, "cuFileBatchIOGetStatus"),
     ],
 )
+
+
+def hanging(kind: type[Backend], call: str, doubles: Doubles, file: OpenFile) -> Load:
+    """A load of which the second of these calls hangs."""
+    doubles.fault(call, HANG, skip=1)
+    load = Load(kind(**SMALL, **({"depth": 8} if kind is GdsBackend else {})), file)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not doubles.cufile.double_hung():
+        assert time.monotonic() < deadline
+        load.backend.wait(load.request, 0.01)
+    return load
+
+
+@calls_of_reads
 def test_files_of_reads_that_end_late_are_closed_then(
     kind: type[Backend], call: str, doubles: Doubles, file: OpenFile
 ) -> None:
-    doubles.fault(call, HANG, skip=1)
     with descriptors.none_left():
-        backend = kind(**SMALL, **({"depth": 8} if kind is GdsBackend else {}))
-        load = Load(backend, file)
+        load = hanging(kind, call, doubles, file)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not doubles.cufile.double_hung():
-            assert time.monotonic() < deadline
-            backend.wait(load.request, 0.01)
-        backend.release(load.request)
-        backend.close()
+        load.backend.release(load.request)
+        load.backend.close()
         assert doubles.cufile_log["files"] == 1
         doubles.let_go()
         while doubles.cufile_log["files"]:
@@ -495,28 +504,16 @@ def test_files_of_reads_that_end_late_are_closed_then(
     gdsload.quiesce()
 
 
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [
-        (GdsMtBackend, "cuFileRead"),
-        (GdsBackend, "cuFileBatchIOSubmit"),
-        (GdsBackend, "cuFileBatchIOGetStatus"),
-    ],
-)
+@calls_of_reads
 def test_hanging_call_does_not_block_release(
     kind: type[Backend], call: str, doubles: Doubles, file: OpenFile
 ) -> None:
     """The thread of the call is abandoned, and its late return writes to no tensor."""
-    doubles.fault(call, HANG, skip=1)
-    backend = kind(**SMALL, **({"depth": 8} if kind is GdsBackend else {}))
-    load = Load(backend, file)
+    load = hanging(kind, call, doubles, file)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not doubles.cufile.double_hung():
-        assert time.monotonic() < deadline
-        backend.wait(load.request, 0.01)
-    backend.release(load.request)
+    load.backend.release(load.request)
     ctypes.memset(load.memory.address, 0x5A, SIZE)
-    backend.close()
+    load.backend.close()
     assert doubles.cufile.double_hung(), "both have returned before the call"
     pump = load.request.pipeline.pump
     doubles.let_go()

@@ -79,9 +79,7 @@ class CuFileBackend(PumpBackend):
         if device_kind(device) == "cuda":
             self._device = device
         if self._driver is None:
-            known = gpu.any_open()  # that of the load: files are registered before its reads
-            here = self._device or (f"cuda:{known.ordinal}" if known else "cuda:0")
-            self._driver = library.opened(here, self.settings["allow_compat"])
+            self._driver = library.opened(self._known_device(), self.settings["allow_compat"])
             self.engine = self._driver.mode
             if self._driver.mode == library.COMPAT:
                 self.refusals[f"{self.name}/native"] = (
@@ -90,6 +88,12 @@ class CuFileBackend(PumpBackend):
             self._counted = self._driver.paths()
         require_own_process(self._driver.pid, self.name)
         return self._driver
+
+    def _known_device(self) -> str:
+        """Where its reads go; before the first one, which files are registered before, the device
+        that the load has opened."""
+        opened = gpu.any_open()
+        return self._device or f"cuda:{opened.ordinal if opened is not None else 0}"
 
     def register(self, what: OpenFile | Memory) -> Registration:
         """Raises CuFileError if cuFile refuses the file."""
@@ -168,8 +172,8 @@ class CuFileBackend(PumpBackend):
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> StagedRequest:
         what = memory[0].what if memory else None
-        device = (what.device if isinstance(what, Memory) else "") or self._device or "cuda:0"
-        return self._pipeline(device).prepare(transfers, files, memory)
+        device = what.device if isinstance(what, Memory) else ""
+        return self._pipeline(device or self._known_device()).prepare(transfers, files, memory)
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         """Bytes by I/O path, according to cuFile's own counters since the last call."""
