@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.ranges import bytes_of
-from gdsload.backends.registry import find, names as registered
+from gdsload.backends.registry import find
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
@@ -58,19 +58,6 @@ if TYPE_CHECKING:
 
 # Size of a read window of `stream`. Two are in memory: one is handed out, the next one is read.
 STREAM_WINDOW_BYTES = 256 << 20
-# The backends of safetensors, and the I/O mode that reads in the same way.
-_SAFETENSORS_MODES = {"mmap": "mapped", "pread": "buffered"}
-
-
-def safetensors_mode(backend: str, cache: str) -> tuple[str, str]:
-    """The backend and the `cache` that read like a backend of safetensors; others as they are.
-    Raises ValueError if `cache` contradicts that backend."""
-    mode = _SAFETENSORS_MODES.get(backend)
-    if mode is None or backend in registered():  # a plugin may have this name
-        return backend, cache
-    if cache not in ("auto", mode):
-        raise ValueError(f"backend={backend!r} reads by cache={mode!r}, not {cache!r}")
-    return "auto", mode
 
 
 def open_session(
@@ -204,7 +191,6 @@ def load_file(
         >>> tensors = gdsload.load_file("model", device="cuda:0")
         >>> print(gdsload.last_report().summary())
     """
-    backend, cache = safetensors_mode(backend, cache)
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
@@ -320,7 +306,6 @@ def load_into(
 
     if page_cache == "auto":
         page_cache = "keep"
-    backend, cache = safetensors_mode(backend, cache)
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify)
     only = None if device is None else device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
@@ -441,7 +426,6 @@ def stream(
         raise ValueError(f'order={order!r} must be "file" or "layers"')
     if window_bytes < 1:
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
-    backend, cache = safetensors_mode(backend, cache)
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.ranges import bytes_of
-from gdsload.api import open_session, safetensors_mode
+from gdsload.api import open_session
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
@@ -94,7 +94,6 @@ class safe_open:
                 f"framework {framework!r}: gdsload gives torch or numpy tensors"
             )
         self._numpy = framework in ("np", "numpy")
-        backend, cache = safetensors_mode(backend, cache)
         settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify)
         self._device, self._on_event = device_name.require_target(device), on_event
         if self._numpy and self._device != "cpu":

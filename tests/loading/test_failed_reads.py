@@ -38,7 +38,7 @@ from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import io_mode
 from gdsload.loading.accounting import record_backend
-from gdsload.loading.batch import Batch
+from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
@@ -223,6 +223,26 @@ def test_batch_released_before_its_end_does_not_count_as_arrived(
     batch.release()
     with pytest.raises(ReadError, match="undone"):
         batch.wait()
+
+
+def test_ctrl_c_while_a_batch_is_released_releases_the_others(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges = byte_ranges_of(session.checkpoint, None)
+    batches = [Batch(session, *session.arrange([each])) for each in ranges[:3]]
+    released: list[Batch] = []
+
+    def release(batch: Batch) -> None:
+        released.append(batch)
+        if batch is batches[1]:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Batch, "release", release)
+        release_all(batches)
+    assert set(released) == set(batches)
+    release_all(batches)
+    assert not session.busy()
 
 
 def test_prefetch_after_a_failed_read_reports_it_lost_to_every_claim(

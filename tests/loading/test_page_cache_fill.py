@@ -17,6 +17,7 @@ import torch
 
 import gdsload
 from gdsload._native.first_touch import MODES
+from gdsload.backends.posix import PosixBackend
 from gdsload.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, PlacementError, ReadError
 from gdsload.loading import page_cache_fill, session as session_module
@@ -24,7 +25,7 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
-from gdsload.planning.read_plan import byte_ranges_of
+from gdsload.planning.read_plan import Limits, byte_ranges_of
 from gdsload.report import LoadReport
 from gdsload.system import available
 from storage import kept_warm
@@ -325,6 +326,19 @@ def test_pool_that_is_opened_during_a_stream_takes_no_mapped_bytes(path: Path) -
         again = gdsload.load_file(path)
     for tensors in (got, again):
         assert all(bool((tensors[f"t{i}"] == i).all()) for i in range(10))
+
+
+def test_backend_that_cannot_fill_reads_past_the_page_cache(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an open file the first backend filled it, and after `quiesce` there is another one."""
+    with gdsload.safe_open(path) as opened:
+        del opened.get_tensors()["t0"]
+        gdsload.quiesce(10)
+        page_cache.evict(path)
+        monkeypatch.setattr(PosixBackend, "limits", lambda *_: Limits())
+        assert bool((opened.get_tensor("t7") == 7).all())
+        assert not gdsload.last_report().paths.get("posix/threads/mapped")
 
 
 def test_prefetch_fills_the_page_cache_and_a_load_takes_it(path: Path) -> None:

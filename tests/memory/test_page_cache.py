@@ -118,6 +118,15 @@ def test_a_large_range_is_sampled(fd: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert page_cache.mostly_resident(fd, 0, PAGES * PAGE)
 
 
+def test_cold_samples_at_the_start_of_a_warm_file_do_not_decide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """98.2 % of it is warm."""
+    cold = iter([page_cache.SAMPLE_BYTES, page_cache.SAMPLE_BYTES * 15 // 100])
+    monkeypatch.setattr(page_cache, "resident_bytes", lambda fd, at, size: size - next(cold, 0))
+    assert page_cache.mostly_resident(-1, 0, page_cache.SAMPLES * page_cache.SAMPLE_BYTES + 1)
+
+
 @pytest.fixture(params=[errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
 def foreign(
     request: pytest.FixtureRequest, fd: int, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,21 @@ def test_backend_of_safetensors_chooses_the_io_mode(path: Path, backend: str) ->
         assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_every_entry_point_knows_the_backends_of_safetensors(path: Path, backend: str) -> None:
+    want = safetensors.torch.load_file(path)
+    with gdsload.prefetch(path, backend=backend) as prefetch:
+        assert prefetch.wait()
+        got = gdsload.load_file(path, backend=backend)
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    with gdsload.accelerated(backend=backend):
+        got = safetensors.torch.load_file(path)
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert ("mapped" in gdsload.last_report().paths) is (backend == "mmap")
+    gdsload.install(backend=backend)
+    gdsload.uninstall()
+
+
 def test_backend_of_safetensors_contradicting_the_cache_is_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="backend='pread' reads by cache='buffered'"):
         gdsload.load_file(path, backend="pread", cache="direct")

@@ -18,7 +18,7 @@ from gdsload import api
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.cli import terminal
 from gdsload.errors import GdsloadError, one_line, shown
-from gdsload.loading.settings import CACHES
+from gdsload.loading.settings import CACHES, ReadSettings
 from gdsload.memory import page_cache
 from gdsload.memory.tensors import flat_bytes
 from gdsload.remote.urls import shown_source
@@ -77,7 +77,7 @@ def load(
         if cold and checkpoint.remote:
             raise click.UsageError("--cold is for files of this machine")
     try:
-        api.safetensors_mode(backend, cache)
+        ReadSettings(backend, cache)
     except ValueError as error:  # they contradict each other
         raise click.UsageError(str(error)) from error
     import torch  # noqa: F401  not part of the measured time of the first load

@@ -33,7 +33,7 @@ from gdsload.distribution.shares import (
     windows_of,
 )
 from gdsload.errors import CheckpointError, PlacementError
-from gdsload.loading.batch import Batch
+from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import capture_relaxed, taking
 from gdsload.loading.whole_tensors import post
@@ -415,7 +415,6 @@ class Exchange:
 
     def close(self) -> None:
         """Ends the reads that are in flight, and releases memory."""
-        for window in self._posted:
-            window.batch.release()
+        release_all(window.batch for window in self._posted)
         self._posted.clear()
         self._tensors.clear()

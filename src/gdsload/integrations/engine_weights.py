@@ -16,7 +16,7 @@ from contextlib import closing
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from gdsload.api import STREAM_WINDOW_BYTES, safetensors_mode, stream
+from gdsload.api import STREAM_WINDOW_BYTES, stream
 from gdsload.backends.registry import find
 from gdsload.loading.settings import ReadSettings
 from gdsload.report import last_report
@@ -96,9 +96,7 @@ class WeightsReader:
         self.device: str | None = values.pop("device", None)  # None: the engine's
         self._held_bytes: int = values.pop("held_bytes", HELD_BYTES)
         self._window_bytes: int = values.pop("window_bytes", STREAM_WINDOW_BYTES)
-        asked = values.get("backend", "auto"), values.get("cache", "auto")
-        backend, cache = safetensors_mode(*asked)
-        self._settings = ReadSettings(**{**values, "backend": backend, "cache": cache})
+        self._settings = ReadSettings(**values)
         device_name.require_target(self.device)
         _require_backend(self._settings.backend, self._settings.options)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,6 +53,13 @@ def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch
         tensor = tensor.view(tensor_slice.shape)
     # A copy if the index drops something: a view would keep the rest alive.
     return tensor if tensor_slice.index is None else copied(tensor[tensor_slice.index])
+
+
+def release_all(batches: Iterable[Batch]) -> None:
+    """Releases batches: all of them, also if one raises, or Ctrl-C ends one."""
+    with ExitStack() as stack:
+        for batch in batches:
+            stack.callback(batch.release)
 
 
 class Batch:
@@ -378,8 +385,7 @@ class Batch:
     def release(self) -> None:
         """Ends all reads, finished or not. May be called again."""
         try:
-            for batch in self._anew:
-                batch.release()
+            release_all(self._anew)
         finally:
             self._end_request()
 

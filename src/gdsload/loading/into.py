@@ -205,11 +205,9 @@ def _read_in_place(
     finally:
         if batch is not None:
             batch.views.clear()
-            before = {id(one) for one in late_copies.owners()}
-            batch.release()
             # The caller may write to its tensors as soon as this returns.
-            late = [one for one in late_copies.owners() if id(one) not in before]
-            late_copies.wait_for(late, session.stall_seconds)
+            with late_copies.awaited(session.stall_seconds):
+                batch.release()
         for each in destinations:
             _count_version(each)
 

@@ -358,23 +358,17 @@ class Session(quiesce.Holder):
         """
         shards = {each.shard for each in ranges}
         self.register(*sorted(shards))
-        limits, fill = self.open().limits(self.device), self._access.fill
+        limits = self.open().limits(self.device)
         if self.device != "cpu":  # there a read is to a slot of a ring
             self._access.fit_blocks(shards, limits.max_request)
         nbytes = bytes_of(list(ranges))
         require_room_to_plan(nbytes, limits)
-        if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
-            expected_bytes = self._expected_bytes or self.report.wanted_bytes
-            fill.decide(expected_bytes, self._beside_bytes)
-            if fill.active(past_cache) and not all(map(self._can_map, shards)):
-                fill.refuse("a file cannot be mapped")
-            fill.note(self.report, past_cache)
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         io_mode_of = self._access.io_mode_of
-        if fill.active(past_cache):
+        if self._fills(shards, limits, past_cache):
             io_mode_of = _into_page_cache
             window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
-            request_bytes = fill.request_bytes(nbytes, limits.depth)
+            request_bytes = self._access.fill.request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
         return plan_reads(
             ranges,
@@ -385,6 +379,18 @@ class Session(quiesce.Holder):
             gap_bytes=REMOTE_GAP_BYTES if self._remote else GAP_BYTES,
             io_mode_of=io_mode_of,
         )
+
+    def _fills(self, shards: Iterable[int], limits: Limits, past_cache: str) -> bool:
+        """Whether reads of these shards fill the page cache."""
+        if not (self._may_fill and "mapped" in limits.io_modes):
+            return False
+        fill = self._access.fill
+        if current_pool() is None:
+            fill.decide(self._expected_bytes or self.report.wanted_bytes, self._beside_bytes)
+            if fill.active(past_cache) and not all(map(self._can_map, shards)):
+                fill.refuse("a file cannot be mapped")
+            fill.note(self.report, past_cache)
+        return fill.active(past_cache)
 
     def maps_address(self, address: int) -> bool:
         """Whether the memory at an address is a mapping of a shard."""

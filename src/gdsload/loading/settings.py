@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import DRAM, reaches
+from gdsload.backends.registry import names as registered
 from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 PAGE_CACHES = ("auto", "keep", "drop", "fill")
+# The backends of safetensors, and the I/O mode that reads in the same way.
+_SAFETENSORS_MODES = {"mmap": "mapped", "pread": "buffered"}
 VERIFY_METHODS = ("size", "checksum", "sha256")
 # Timeouts of Python's threads and of torch.distributed overflow above 9e9 seconds.
 MOST_STALL_SECONDS = 1e9
@@ -41,7 +44,11 @@ class ReadSettings:
         verify: str | os.PathLike[str] = "size",
         on_event: OnEvent | None = None,
     ) -> None:
-        """Raises ValueError if one of them has no such value, or `cache` contradicts `verify`."""
+        """A backend of safetensors is replaced by the `cache` that reads in the same way.
+
+        Raises ValueError if one of them has no such value, or `cache` contradicts another one.
+        """
+        backend, cache = _replaced(backend, cache)
         _require_one_of("cache", cache, CACHES)
         _require_one_of("page_cache", page_cache, PAGE_CACHES)
         _require_stall_seconds(stall_seconds)
@@ -64,6 +71,17 @@ class ReadSettings:
         if reaches(self.backend, DRAM):
             return self
         return self.changed(backend="auto", options=None)
+
+
+def _replaced(backend: str, cache: str) -> tuple[str, str]:
+    """The backend and the `cache` that read like a backend of safetensors; others as they are.
+    Raises ValueError if `cache` contradicts that backend."""
+    mode = _SAFETENSORS_MODES.get(backend)
+    if mode is None or backend in registered():  # a plugin may have this name
+        return backend, cache
+    if cache not in ("auto", mode):
+        raise ValueError(f"backend={backend!r} reads by cache={mode!r}, not {cache!r}")
+    return "auto", mode
 
 
 def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from gdsload.checkpoint import TensorInfo
-from gdsload.loading.batch import Batch
+from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import moved
 from gdsload.planning.read_plan import grouped, ranges_of
@@ -66,8 +66,7 @@ def load(
                 tensors |= batch.tensors_of(group)
             return {info.name: tensors[info.name] for info in infos}
     finally:
-        for _, batch in posted:
-            batch.release()
+        release_all(batch for _, batch in posted)
 
 
 def load_in_windows(
@@ -101,8 +100,7 @@ def load_in_windows(
                 yield info.name, tensor
                 del tensor
     finally:
-        for _, batch in posted:
-            batch.release()
+        release_all(batch for _, batch in posted)
 
 
 def _import_torch(session: Session, device: str) -> None:

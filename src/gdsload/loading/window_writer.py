@@ -23,7 +23,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import known_dtype
 from gdsload.errors import GdsloadError
 from gdsload.loading.accounting import count_pages
-from gdsload.loading.batch import Batch
+from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.session import Session
 from gdsload.loading.whole_tensors import post
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
@@ -247,9 +247,14 @@ class WindowWriter:
 
     def close(self) -> None:
         """Ends all reads and releases their memory. May be called again."""
-        while self._in_flight:
-            self._release_first()
-        self._pool.close()
+        batches = [batch for batch, _ in self._in_flight]
+        self._in_flight.clear()
+        for batch in batches:
+            batch.views.clear()
+        try:
+            release_all(batches)
+        finally:
+            self._pool.close()
 
 
 def _windows_of(parts: Sequence[CopyPart], split_bytes: int) -> list[list[CopyPart]]:

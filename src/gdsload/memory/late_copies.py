@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from gdsload.system import lifecycle
@@ -20,6 +21,8 @@ from gdsload.system.threads import start_thread
 # The thread looks after this time, and less and less often.
 _FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.02, 1.0
 _WAIT_SECONDS = 0.001
+# How long one thread waits while another asks whether copies have ended: a call of cuFile may hang.
+_ASK_SECONDS = 0.1
 
 
 class _Kept(NamedTuple):
@@ -28,7 +31,15 @@ class _Kept(NamedTuple):
     pid: int
 
 
+class _Noted(threading.local):
+    """What this thread has kept inside `awaited`; None outside of it."""
+
+    kept: list[_Kept] | None = None
+
+
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
+_asking = lifecycle.fork_safe_lock(sys.modules[__name__], "_asking")
+_noted = _Noted()
 _kept: list[_Kept] = []
 _watching: list[bool] = []  # one entry while the thread runs
 lifecycle.in_child(_watching.clear)
@@ -36,8 +47,11 @@ lifecycle.in_child(_watching.clear)
 
 def keep(owners: object, ended: Callable[[], bool]) -> None:
     """Keeps `owners` until `ended()` is true."""
+    entry = _Kept(owners, ended, os.getpid())
+    if _noted.kept is not None:
+        _noted.kept.append(entry)
     with _lock:
-        _kept.append(_Kept(owners, ended, os.getpid()))
+        _kept.append(entry)
         watched = bool(_watching)
         _watching[:] = [True]
     if not watched and start_thread(_forget_soon, "gdsload-late-copies") is None:
@@ -57,29 +71,44 @@ def _forget_soon() -> None:
                 return
 
 
-def wait_for(owners: Sequence[object], seconds: float) -> None:
-    """Waits until the copies of these owners have ended, up to `seconds`."""
-    end = time.monotonic() + seconds
-    wanted = {id(one) for one in owners}
-    while time.monotonic() < end:
+@contextmanager
+def awaited(seconds: float) -> Iterator[None]:
+    """At its end, waits until the copies that this thread has left inside it have ended, up to
+    `seconds`. Those of other threads do not count."""
+    noted: list[_Kept] = []
+    _noted.kept = noted
+    try:
+        yield
+    finally:
+        _noted.kept = None
+        _wait_for(noted, seconds)
+
+
+def _wait_for(entries: Sequence[_Kept], seconds: float) -> None:
+    wanted, end = set(map(id, entries)), time.monotonic() + seconds
+    while wanted and time.monotonic() < end:
         forget_ended()
         with _lock:
-            if not any(id(each.owners) in wanted for each in _kept):
+            if wanted.isdisjoint(map(id, _kept)):
                 return
         time.sleep(_WAIT_SECONDS)
 
 
 def forget_ended() -> None:
     """Frees the memory of copies that have ended since. Loads call it before they need memory."""
-    ended: list[_Kept] = []
-    kept: list[_Kept] = []
-    with _lock:
-        for each in _kept:
-            # Copies of the parent of a forked process cannot be asked about.
-            is_over = each.pid == os.getpid() and each.ended()
-            (ended if is_over else kept).append(each)
-        _kept[:] = kept
-    ended.clear()  # not under the lock: to free device memory waits for the device
+    asking = _asking
+    if not asking.acquire(timeout=_ASK_SECONDS):
+        return
+    try:
+        with _lock:
+            kept = list(_kept)
+        # Copies of the parent of a forked process cannot be asked about.
+        ended = [each for each in kept if each.pid == os.getpid() and each.ended()]
+        over = set(map(id, ended))
+        with _lock:
+            _kept[:] = [each for each in _kept if id(each) not in over]
+    finally:
+        asking.release()
 
 
 def owners() -> list[object]:

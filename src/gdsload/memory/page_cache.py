@@ -140,17 +140,17 @@ def mostly_resident(fd: int, offset: int, length: int) -> bool:
         step = (length - SAMPLE_BYTES) / (SAMPLES - 1)
         samples = [offset + int(step * number) for number in range(SAMPLES)]
         size = SAMPLE_BYTES
-    found = 0
+    cold, most_cold = 0, (1 - WARM_SHARE) * size * len(samples)
     try:
-        for number, at in enumerate(samples, start=1):
-            found += resident_bytes(fd, at, size)
-            if found < WARM_SHARE * size * number - size:  # cold for certain: no need to go on
+        for at in samples:
+            cold += size - resident_bytes(fd, at, size)
+            if cold > most_cold:
                 return False
     except PermissionError:  # a file of another user
         return length > 0 and _samples_readable_at_once(fd, offset, length)
     except OSError:  # residency is not available: unknown counts as cold
         return False
-    return found >= WARM_SHARE * size * len(samples)
+    return True
 
 
 def residency(fd: int, length: int) -> str:

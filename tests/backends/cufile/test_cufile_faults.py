@@ -28,10 +28,12 @@ from gdsload.backends.cufile.base import _registrar, own_descriptor
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
+from gdsload.checkpoint.file_io import close_files
 from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError, ReadError
 from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
+from gdsload.system.storage import Storage
 from gpucontract import DeviceMemory
 from gpudoubles import (
     CODE,
@@ -502,6 +504,23 @@ def test_files_of_reads_that_end_late_are_closed_then(
     del load  # it has the ring, which is freed
     staging_ring.release_rings()
     gdsload.quiesce()
+
+
+def test_descriptor_on_distant_storage_is_closed_by_a_thread(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing a file may wait for its filesystem."""
+    closed: list[bool] = []
+
+    def close(fds: list[int], *, distant: bool) -> None:
+        closed.append(distant)
+        close_files(fds, distant=distant)
+
+    monkeypatch.setattr("gdsload.backends.cufile.base.close_files", close)
+    for storage in (Storage(), Storage("nfs4", 1 << 20, 16)):
+        with descriptors.none_left(), GdsMtBackend() as backend:
+            backend.register(file._replace(storage=storage))
+    assert closed == [False, True]
 
 
 @calls_of_reads

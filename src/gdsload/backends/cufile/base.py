@@ -26,6 +26,7 @@ from gdsload.backends.base import (
 from gdsload.backends.cufile import library
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.backends.staging import StagedRequest, StagingPipeline
+from gdsload.checkpoint.file_io import close_files
 from gdsload.errors import BackendUnavailable, CuFileError, ReadError
 from gdsload.memory import VRAM, late_copies
 from gdsload.memory.staging_ring import Register, ring_for
@@ -52,7 +53,7 @@ class CuFileBackend(PumpBackend):
         self._device = ""  # known when reads are prepared
         self._driver: library.Driver | None = None
         self._handles: dict[int, int] = {}  # file number -> CUfileHandle_t
-        self._files: list[tuple[int, int]] = []  # (CUfileHandle_t, our descriptor)
+        self._files: list[tuple[int, int, bool]] = []  # (CUfileHandle_t, our descriptor, distant)
         self._counted: dict[str, int] = {}  # reads by I/O path, at the last look
 
     @classmethod
@@ -101,7 +102,7 @@ class CuFileBackend(PumpBackend):
             if what.kind != VRAM:
                 raise BackendUnavailable(f"backend {self.name!r} does not reach {what.kind}")
             return Registration(what, -1)
-        driver = self._open(self._device)
+        driver, distant = self._open(self._device), what.storage.distant
         try:
             fd = own_descriptor(what)
         except OSError as error:
@@ -117,19 +118,19 @@ class CuFileBackend(PumpBackend):
                 f"backend {self.name!r}: {what.path}: {error}", {self.name: str(error)}
             ) from error
         except CuFileFailure as error:
-            os.close(fd)
+            close_files([fd], distant=distant)
             raise CuFileError(
                 f"{what.path}: cuFile does not take it: {library.explain(error.code) or error}",
                 code=error.code,
                 path=what.path,
             ) from error
         except OSError as error:  # no thread for the call
-            os.close(fd)
+            close_files([fd], distant=distant)
             raise BackendUnavailable(
                 f"backend {self.name!r}: {error.strerror}", {self.name: str(error.strerror)}
             ) from error
         # After any other error, of a signal, the descriptor stays: the call may still succeed.
-        self._files.append((handle, fd))
+        self._files.append((handle, fd, distant))
         numbers = self._new_file_numbers()
         for number in numbers:
             self._handles[number] = handle
@@ -206,10 +207,9 @@ class CuFileBackend(PumpBackend):
             if not all(pipeline.pump.finished for pipeline in pipelines):
                 return False
             while files and not driver.stuck:
-                handle, fd = files.pop()
+                handle, fd, distant = files.pop()
                 driver.deregister_file(handle)
-                with suppress(OSError):  # of storage; the descriptor is closed
-                    os.close(fd)
+                close_files([fd], distant=distant)
             for pipeline in pipelines:
                 pipeline.ring.give_back()
             return True

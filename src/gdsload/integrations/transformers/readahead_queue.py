@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -358,8 +359,11 @@ class ReadaheadQueue:
             if self._closed:
                 return
             self._closed = True
-            while self._posted:
-                self._end(self._posted[0])
+            posted, self._posted = self._posted, []
+            with ExitStack() as stack:  # all of them, also if one raises
+                for window in posted:
+                    if window.reads is not None:
+                        stack.callback(window.reads.end)
 
     def __enter__(self) -> ReadaheadQueue:
         return self
