@@ -28,6 +28,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.distribution import reader_group, shared_load
 from gdsload.distribution.reader_group import ReaderGroup, device_group
 from gdsload.integrations.engine_weights import WeightsReader
+from gdsload.loading.batch import Batch
 from gdsload.memory import page_cache
 from gdsload.system import available
 
@@ -432,6 +433,23 @@ def silent_rank(folder: Path) -> Any:
         gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=3)
 
 
+def slow_rank(folder: Path) -> Any:
+    """The reads of rank 1 go on for longer than the others wait for an answer."""
+    wait = Batch.wait
+
+    def slow(batch: Batch, *args: Any, watch: Callable[[], None], **words: Any) -> None:
+        end = time.monotonic() + 3
+        while time.monotonic() < end and dist.get_rank() == 1:
+            watch()
+            time.sleep(0.1)
+        wait(batch, *args, watch=watch, **words)
+
+    dist.barrier()
+    with mock.patch.object(Batch, "wait", slow):
+        ours = gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=1)
+    return facts(ours, expected(folder))
+
+
 def missed(folder: Path) -> Any:
     """The ranks meet again when one of them, the first or another one, has missed a load."""
     for absent in (0, 1):
@@ -554,5 +572,5 @@ CASES = (
     other_readers, other_windows, unknown_name, unknown_shard, failed_read, rewritten, no_room,
     no_room_together, own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device,
     failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
-    devices, silent_rank, missed,
+    devices, silent_rank, slow_rank, missed,
 )  # fmt: skip

@@ -226,6 +226,6 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
 async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:
     """Cancels what a thread loads, and waits for its end."""
     stop.ask()
+    # Retrieved, so that asyncio does not log it: also if this wait is cancelled as well.
+    load.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     await asyncio.wait([load])
-    if not load.cancelled():
-        load.exception()  # retrieved, so that asyncio does not log it

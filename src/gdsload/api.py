@@ -19,7 +19,7 @@ from gdsload.backends.registry import find
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.errors import FileChanged, safetensors_errors
+from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
     Session,
@@ -329,24 +329,13 @@ def load_into(
         report.wanted_bytes = sum(each.wanted.nbytes for each in found.destinations)
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
         state = into.WriteProgress(found.destinations)
-        try:
+        with into.partial_errors(checkpoint.source, state, found.aliases):
             for where, group in by_device.items():
                 target = device_name.require_target(where)
                 how = settings.for_host() if target == "cpu" else settings
                 nbytes = sum(each.wanted.slice.nbytes for each in group)
                 with open_session(checkpoint, report, how, target, nbytes, verifier) as session:
                     into.write_all(session, group, state, advance)
-        except BaseException as error:
-            if isinstance(error, FileChanged):
-                state.file_changed()
-            partial = into.partial_load(checkpoint.source, error, state, found.aliases)
-            if partial is None:
-                raise
-            if isinstance(error, Exception):
-                raise partial from error
-            if hasattr(error, "add_note"):  # Python 3.11; Ctrl-C stays what it is
-                error.add_note(str(partial))
-            raise
     return report
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -151,7 +152,20 @@ class LoadEnded(Event):
 
 OnEvent = Callable[[Event], object]
 _log = logging.getLogger("gdsload")
-_logged: set[tuple[str, str]] = set()  # name of the callable, type of its exception
+# The exceptions of each observer that were logged.
+_logged: WeakKeyDictionary[OnEvent, set[type]] = WeakKeyDictionary()
+
+
+def _is_first(observer: OnEvent, error: type) -> bool:
+    """Whether an observer raises errors of a type for the first time; True if that is unknown."""
+    try:
+        logged = _logged.setdefault(observer, set())
+    except TypeError:  # it has no hash, or no weak references
+        return True
+    if error in logged:
+        return False
+    logged.add(error)
+    return True
 
 
 class Publisher:
@@ -219,7 +233,6 @@ class Publisher:
             try:
                 observer(event)
             except Exception as error:
-                key = getattr(observer, "__qualname__", repr(observer)), type(error).__name__
-                if key not in _logged:
-                    _logged.add(key)
-                    _log.warning("on_event %s failed; the load goes on", key[0], exc_info=True)
+                if _is_first(observer, type(error)):
+                    name = getattr(observer, "__qualname__", repr(observer))
+                    _log.warning("on_event %s failed; the load goes on", name, exc_info=True)

@@ -373,7 +373,9 @@ class LoadReport:
 
     def begin(self) -> None:
         """Internal: reports to observers, if there are any, that the load begins."""
-        observers = list(_observers) if self._on_event is None else [*_observers, self._on_event]
+        observers = list(_observers.values())
+        if self._on_event is not None:
+            observers.append(self._on_event)
         if observers:
             from gdsload.events import Publisher
 
@@ -421,7 +423,7 @@ class LoadReport:
 _log = logging.getLogger("gdsload")
 _lock = fork_safe_lock(sys.modules[__name__])
 _last: list[LoadReport] = []
-_observers: list[OnEvent] = []
+_observers: dict[object, OnEvent] = {}
 
 
 def observe(on_event: OnEvent) -> Callable[[], None]:
@@ -436,11 +438,11 @@ def observe(on_event: OnEvent) -> Callable[[], None]:
     Example:
         >>> stop = gdsload.telemetry.observe(print)
     """
-    _observers.append(on_event)
+    key = object()  # the same function may be registered twice
+    _observers[key] = on_event
 
     def stop() -> None:
-        if on_event in _observers:
-            _observers.remove(on_event)
+        _observers.pop(key, None)
 
     return stop
 

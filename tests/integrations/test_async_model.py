@@ -113,6 +113,32 @@ def test_cancelled_load_releases_everything(source: Path, landed: int) -> None:
     assert gdsload.last_report().failure, "it did not end by itself"
 
 
+def test_load_that_is_cancelled_twice_logs_nothing(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio logs an exception that nobody has looked at."""
+
+    async def main() -> None:
+        loading = asyncio.create_task(gdsload.afrom_pretrained(source))
+        await asyncio.to_thread(gate.request)
+        loading.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        del loading
+        await asyncio.to_thread(await_threads, "gdsload-stop")
+        await asyncio.sleep(0)
+        gc.collect()
+
+    with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):
+        asyncio.run(main())
+        gate.requests.clear()
+    gc.collect()
+    assert [one for one in caplog.records if one.name == "asyncio"] == []
+
+
 def test_callback_may_cancel_its_load(source: Path) -> None:
     seen: list[str] = []
 

@@ -190,7 +190,6 @@ def test_prefetch_that_fails_reports_its_error(
 def test_exception_of_the_callable_is_logged_once_and_breaks_nothing(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "_logged", set())
     calls: list[Event] = []
 
     def broken(event: Event) -> None:
@@ -203,6 +202,23 @@ def test_exception_of_the_callable_is_logged_once_and_breaks_nothing(
     assert len(calls) > 10
     (record,) = [one for one in caplog.records if "on_event" in one.message]
     assert "broken" in record.message and record.exc_info is not None
+
+
+def test_each_callable_that_fails_is_logged(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if they have one name."""
+
+    def made() -> Callable[[Event], None]:
+        def broken(event: Event) -> None:
+            raise RuntimeError("no thank you")
+
+        return broken
+
+    with caplog.at_level(logging.WARNING, "gdsload"):
+        for _ in range(2):
+            gdsload.load_file(checkpoint, on_event=made())
+    assert len([one for one in caplog.records if "on_event" in one.message]) == 2
 
 
 def test_interrupt_in_the_callable_ends_the_load(checkpoint: Path) -> None:
@@ -228,6 +244,21 @@ def test_observer_gets_the_events_of_all_loads_until_it_is_stopped(checkpoint: P
     stop()
     gdsload.load_file(checkpoint)
     assert [event.kind for event in of(LoadEnded, seen)] == ["load", "load", "prefetch"]
+
+
+def test_observer_that_is_registered_twice_is_stopped_once_by_each_function(
+    checkpoint: Path,
+) -> None:
+    seen: list[Event] = []
+    stops = [telemetry.observe(seen.append) for _ in range(2)]
+    try:
+        stops[0]()
+        stops[0]()
+        gdsload.load_file(checkpoint)
+    finally:
+        stops[1]()
+    gdsload.load_file(checkpoint)
+    assert len(of(LoadStarted, seen)) == 1
 
 
 def test_phases_of_another_thread_are_reported_by_the_next_call() -> None:

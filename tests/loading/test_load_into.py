@@ -256,6 +256,13 @@ def test_fused_target_with_a_part_left_out_is_missing(path: Path) -> None:
 fused = torch.zeros(100, 64)
 
 
+def freed(*shape: int, left: int = 0) -> torch.Tensor:
+    """A tensor of which only `left` bytes of memory are left, as in engines that sleep."""
+    tensor = torch.zeros(shape)
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("targets", "error", "text"),
     [
@@ -263,6 +270,10 @@ fused = torch.zeros(100, 64)
         ({"q": torch.zeros(60, 64, dtype=torch.int32)}, CheckpointError, "not cast"),
         ({"q": torch.zeros(60, 64, device="meta")}, PlacementError, "no memory"),
         ({"q": torch.zeros(1, 64).expand(60, 64)}, PlacementError, "overlaps itself"),
+        ({"q": freed(60, 64)}, PlacementError, "its storage was freed"),
+        ({"q": freed(60, 64, left=1000)}, PlacementError, "its storage was freed"),
+        ({"q": torch.nested.nested_tensor([torch.zeros(60, 64)])}, PlacementError, "nested"),
+        ({"q": torch.nn.LazyLinear(60).weight}, PlacementError, "no shape yet"),
         ({"q": torch.zeros(60, 64).to_sparse()}, PlacementError, "layout"),
         ({"q": fused[:60], "k": fused[59:79]}, PlacementError, "shares memory"),
         ({"q": fused[:60], "norm": fused.view(torch.bfloat16)[0, :64]}, PlacementError, "shares"),
@@ -280,6 +291,19 @@ def test_unfit_target_raises_before_anything_is_written(
     with pytest.raises(error, match=text):
         gdsload.load_into(targets, path, names=["large", *names])
     assert not good.any()
+
+
+def test_target_without_elements_is_loaded_whatever_its_strides(path: Path) -> None:
+    targets = {"empty": torch.zeros(0, 1).expand(0, 3), "q": torch.zeros(60, 64)}
+    assert gdsload.load_into(targets, path, names=["q", "empty"]).tensors == 2
+
+
+@pytest.mark.parametrize("place", [("q", slice(None), slice(0, 1)), 5, (5, slice(None))])
+def test_place_that_is_none_raises_type_error(path: Path, place: Any) -> None:
+    target = torch.zeros(60, 64)
+    with pytest.raises(TypeError, match=r"rename gives .* for 'q', and not a name"):
+        gdsload.load_into({"q": target}, path, names=["q"], rename=lambda _: place)
+    assert not target.any()
 
 
 def test_columns_of_one_matrix_do_not_overlap(path: Path, saved: Tensors) -> None:

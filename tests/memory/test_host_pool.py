@@ -109,6 +109,30 @@ class Unmapped:
         raise OSError(12, "Cannot allocate memory")
 
 
+def test_small_files_share_a_unit_of_memory(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((1000,), i, dtype=torch.int8) for i in range(8)}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    with warmup.HostPool(2 * UNIT) as pool:
+        with gdsload.prefetch(tmp_path, tier="pool", cache="direct") as ahead:
+            assert ahead.wait()
+        assert pool.held_bytes == UNIT
+        got = gdsload.load_file(tmp_path)
+        assert list(gdsload.last_report().paths) == ["pool"]
+        assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+
+
+def test_tensors_that_lie_apart_do_not_fit_with_their_distance(tmp_path: Path) -> None:
+    """The address space of a file is kept, also between its tensors."""
+    large = {f"l{i}.w": torch.zeros(UNIT, dtype=torch.int8) for i in range(8)}
+    small = {f"l{i}.norm": torch.zeros(1000, dtype=torch.int8) for i in range(8)}
+    save_file(large | small, tmp_path / "model.safetensors")
+    with warmup.HostPool(2 * UNIT):
+        ahead = gdsload.prefetch(tmp_path, tier="pool", names="*norm", cache="direct")
+        with ahead, pytest.raises(PlacementError, match=r"bytes, which are spread over 14,"):
+            ahead.wait()
+
+
 def test_pool_that_cannot_be_mapped_leaves_the_load_without_it(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

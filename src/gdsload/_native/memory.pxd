@@ -14,7 +14,7 @@ cdef enum:
 cdef struct CLease:
     int64_t references   # the Python object and each region
 
-# Regions that are cached between models: backed, touched, and free to be taken again.
+# Regions that are used again within a load: backed, touched, and free to be taken again.
 cdef struct CPool:
     pthread_mutex_t lock
     int pid              # of its process: in a forked child, the lock may never be unlocked

@@ -224,7 +224,7 @@ cdef Region map_file(int fd, uint64_t offset, uint64_t length, int flags):
 
 @cython.final
 cdef class Pool:
-    """Memory cached between models: unused regions, to be taken again.
+    """Memory that is used again within a load: unused regions, to be taken again.
 
     A taken region is backed by physical memory and full of old bytes. It returns as a whole, when its
     last tensor and its last read are gone.

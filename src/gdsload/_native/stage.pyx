@@ -159,7 +159,7 @@ cdef class Ring:
         pthread_mutex_unlock(&self.ring.lock)
         return lent
 
-    def settle(self, int node):
+    def advise(self, int node):
         """Before the first use of the memory: asks for huge pages, on NUMA ``node`` (-1: any), and
         for zeros in a child of fork().
 

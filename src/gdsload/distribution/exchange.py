@@ -10,6 +10,7 @@ torch.distributed sends.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 # What a rank wants of a tensor: a dimension of which it gets its part, slices, or all.
 Shard = SupportsIndex | slice | tuple[slice, ...] | None
 Shards = Mapping[str, Shard] | Callable[[TensorInfo], Shard]
+# The state of a rank whose reads of a window have not ended.
+_READING = "reading"
 # A URL or a node, the size of the file, and its version or the time of its last change.
 _Version = tuple[str, int, str | int]
 
@@ -229,6 +232,7 @@ class Exchange:
         self._tensors: dict[int, torch.Tensor] = {}  # not yet complete
         self._left = [len(layout.rows_of(readers.rank)) for layout in layouts]
         self._next = 0  # the first tensor that was not handed out
+        self._answer_at = 0.0  # monotonic seconds
         session.report.ranks = readers.size
         session.expect(sum(layout.info.nbytes for layout in layouts) // readers.size)
 
@@ -257,14 +261,16 @@ class Exchange:
         while self._posted:
             self.start()
             window = self._posted[0]
-            window.batch.wait()
+            self._answer_at = time.monotonic() + self._readers.patience_seconds
+            window.batch.wait(watch=self._stay_in_touch)
             read = {info.shard for info in window.infos}
             self._session.checkpoint.verify_unchanged(read)
             with self._session.report.phase("allocate"), capture_relaxed(device):
                 received = self._receiving(window)
             with self._session.report.phase("exchange"), capture_relaxed(device):
                 sent = self._sending(window)
-            self._readers.agree()
+            while _READING in self._readers.agree():
+                pass
             with (
                 self._session.report.phase("exchange"),
                 self._readers.exchanging(),
@@ -281,6 +287,13 @@ class Exchange:
                 self._readers.finish()
             yield self._complete()
         yield self._complete()
+
+    def _stay_in_touch(self) -> None:
+        """Tells the other ranks from time to time that this one is still reading: they wait a
+        limited time for each answer."""
+        if time.monotonic() >= self._answer_at:
+            self._readers.agree(_READING)
+            self._answer_at = time.monotonic() + self._readers.patience_seconds
 
     def _complete(self) -> list[tuple[Layout, torch.Tensor]]:
         done = []

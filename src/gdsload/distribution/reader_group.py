@@ -38,6 +38,7 @@ class ReaderGroup:
         numbers: The ranks of the caller's group that share the reads, in order.
         whole_size: The number of ranks of the caller's group.
         of_node: Whether the ranks of each node share the reads, not those of all nodes.
+        patience_seconds: A rank that works for longer than this has to answer the others meanwhile.
     """
 
     def __init__(self, group: ProcessGroup, readers: str, timeout_seconds: float) -> None:
@@ -57,6 +58,7 @@ class ReaderGroup:
 
         require_readers(readers)
         self._timeout = timedelta(seconds=timeout_seconds)
+        self.patience_seconds = timeout_seconds / 4
         self._control: Any = None  # a gloo group
         self._data: Any = None  # for bytes in device memory
         me = dist.get_rank()

@@ -4,6 +4,20 @@
 
 The session decides what has to be read (`session`). A batch takes the memory, follows the request,
 turns failures into errors, and takes over ranges that a prefetch is still reading.
+
+    class              reads into                                  module
+    `Batch`            host buffers, or the host pool              this one
+    `_WindowBatch`     memory that the next windows use again      `window_writer`
+    `DeviceBatch`      tensors of a device                         `device_batch`
+    `BlockBatch`       blocks of a device, without torch           `device_batch`
+    `TargetBatch`      tensors of the caller, on a device          `into`
+    `PrefetchBatch`    as `Batch`, for a load that comes later     `readahead.prefetch_batch`
+    `PageCacheWarmup`  nothing: only the page cache is filled      `readahead.prefetch_batch`
+    `ReadWindow`       as `Batch`, taken slice by slice            `transformers.readahead_queue`
+    `DeviceReadWindow` as `DeviceBatch`, taken slice by slice      `transformers.readahead_queue`
+
+The constructor posts the reads, so a subclass sets its attributes before it calls the one of
+`Batch`. It may override `_make_tensors`, `_take_memory`, `_before_reads` and `_start_anew`.
 """
 
 from __future__ import annotations
@@ -121,9 +135,10 @@ class Batch:
     def require_pool(self) -> None:
         """Raises PlacementError if the bytes are not read into the host pool."""
         if self.plan.transfers and self._end_intake is None:
+            span = sum(target.length for target in self.plan.targets)
             raise PlacementError(
-                f"{self.plan.read_bytes:,} bytes, in units of memory pages, do not fit into the"
-                " host pool: it is too small, in use, or closed"
+                f"{self.plan.read_bytes:,} bytes, which are spread over {span:,} bytes of files, do"
+                " not fit into the host pool: it is too small, in use, or closed"
             )
 
     def _in_buffers(self, buffers: HostBuffers | PoolBuffers) -> list[Memory]:
@@ -282,14 +297,14 @@ class Batch:
 
     def wait(
         self,
-        moved: Callable[[int], None] | None = None,
+        advance: Callable[[int], None] | None = None,
         watch: Callable[[], None] = lambda: None,
         parts: Sequence[ByteRange | TensorInfo] = (),
     ) -> None:
         """Waits until all bytes have arrived.
 
         Args:
-            moved: Called with the number of bytes that have arrived since the last call.
+            advance: Called with the number of bytes that have arrived since the last call.
             watch: Called ten times a second. An exception from it ends the wait.
             parts: The ranges of this batch. If the session has a verifier, those in host memory
                 are compared while later ones are read.
@@ -307,8 +322,8 @@ class Batch:
                     watch()
                     check()
                     self.claims[name].pause(_POLL_SECONDS)
-                if moved is not None:
-                    moved(claim.range.nbytes)
+                if advance is not None:
+                    advance(claim.range.nbytes)
         to_check = self._to_check(parts)
         backend, request = self._backend, self._request
         if backend is None or request is None or self.complete:
@@ -320,8 +335,8 @@ class Batch:
         with self.session.report.phase("read"):
             while True:
                 progress = self._note_progress()
-                if moved is not None and progress is not None and progress.settled:
-                    moved(sum(transfers[number].wanted for number in progress.settled))
+                if advance is not None and progress is not None and progress.settled:
+                    advance(sum(transfers[number].wanted for number in progress.settled))
                 self._require_progress(progress)
                 self._check_arrived(to_check, watch)
                 if progress is None or progress.finished:

@@ -194,7 +194,12 @@ def _place_of(name: str, rename: Rename) -> tuple[str, Any] | None:
         place = rename.get(name, name)
     if place is None:
         return None
-    return (place, ...) if isinstance(place, str) else (place[0], place[1])
+    parts: tuple[Any, ...] = place if isinstance(place, tuple) else (place, ...)
+    if len(parts) != 2 or not isinstance(parts[0], str):
+        raise TypeError(
+            f"rename gives {place!r} for {shown(name)}, and not a name, (name, index) or None"
+        )
+    return parts
 
 
 def _part_of(target: torch.Tensor, name: str, index: Any) -> torch.Tensor:
@@ -217,20 +222,27 @@ def _unwritable(target: torch.Tensor) -> str:
     """Why a target cannot be written to, or ""."""
     import torch
 
+    if torch.nn.parameter.is_lazy(target):
+        return "has no shape yet: run the model once, or give it its sizes"
     if target.is_meta:
         return "has no memory (device 'meta'): allocate it first, for example by to_empty()"
-    if target.layout != torch.strided:
-        return f"has the layout {target.layout}"
+    if target.layout != torch.strided or target.is_nested:
+        return f"has the layout {'nested' if target.is_nested else target.layout}"
     if type(target).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"is a {type(target).__name__}, whose bytes are in other tensors: load into these"
     if target.is_quantized:
         return "is a quantized tensor"
+    if not target.numel():
+        return ""
     extent = 1  # in an order of growing strides, each must step over all before it
     for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
         if size > 1:
             if stride < extent:
                 return "overlaps itself: it was expanded"
             extent += stride * (size - 1)
+    # As sleeping engines free it. torch itself would write beyond it.
+    if target.untyped_storage().nbytes() < (target.storage_offset() + extent) * target.itemsize:
+        return "has no memory: its storage was freed, or is too small for it"
     return ""
 
 

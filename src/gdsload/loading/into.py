@@ -13,10 +13,11 @@ VRAM all bytes pass a staging ring anyway. Not responsible for checking destinat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 
 from gdsload.backends.base import Memory
-from gdsload.errors import GdsloadError, PartialLoad, StallError, listed, shown
+from gdsload.errors import FileChanged, GdsloadError, PartialLoad, StallError, listed, shown
 from gdsload.loading.batch import Batch
 from gdsload.loading.destinations import MOST_NAMED, Destination
 from gdsload.loading.session import Session
@@ -75,7 +76,27 @@ class TargetBatch(Batch):
         return True
 
 
-def partial_load(
+@contextmanager
+def partial_errors(
+    source: str, progress: WriteProgress, aliases: Mapping[str, str]
+) -> Iterator[None]:
+    """Around a load. An error of it is raised as a `PartialLoad` if anything was written before."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, FileChanged):
+            progress.file_changed()
+        partial = _partial_load(source, error, progress, aliases)
+        if partial is None:
+            raise
+        if isinstance(error, Exception):
+            raise partial from error
+        if hasattr(error, "add_note"):  # Python 3.11; Ctrl-C stays what it is
+            error.add_note(str(partial))
+        raise
+
+
+def _partial_load(
     source: str, error: BaseException, progress: WriteProgress, aliases: Mapping[str, str]
 ) -> PartialLoad | None:
     """The error for a load that failed in the middle; None if nothing was written before."""

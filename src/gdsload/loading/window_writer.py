@@ -152,13 +152,13 @@ class WindowWriter:
 
     def copy_next(
         self,
-        moved: Callable[[int], None] | None = None,
+        advance: Callable[[int], None] | None = None,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         """Waits for the next window, copies it, and posts others.
 
         Args:
-            moved: As for `Batch.wait`.
+            advance: As for `Batch.wait`.
             watch: As for `Batch.wait`.
 
         Raises:
@@ -172,7 +172,7 @@ class WindowWriter:
             self._advance()
         batch, window = self._in_flight[0]
         start = time.monotonic()
-        batch.wait(moved, watch, [part.info for part in window])
+        batch.wait(advance, watch, [part.info for part in window])
         arrived = time.monotonic()
         self.waited_seconds += arrived - start
         self.copying = True

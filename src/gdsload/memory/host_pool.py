@@ -16,6 +16,7 @@ import resource
 import time
 from bisect import bisect_right
 from collections.abc import Iterable
+from mmap import PAGESIZE
 from typing import NamedTuple
 
 from gdsload._native.cuda import CudaFailure, Device
@@ -28,7 +29,7 @@ from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system import available, gpu, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
 
-# Alignment of the targets in a segment: the unit in which memory is touched.
+# The unit in which memory is touched: targets of this size and more begin at one.
 UNIT_BYTES = 2 << 20
 # A segment whose bytes are dropped is reused for a new one of this share of its length or more.
 _LEAST_REUSED_SHARE = 0.8
@@ -97,11 +98,11 @@ class PoolBuffers:
     def __init__(self, pool: HostPool, segment: PoolSegment, plan: ReadPlan) -> None:
         """Raises OSError if the segment cannot be mapped."""
         self._pool, self._segment, self._plan = pool, segment, plan
-        self._offsets = _offsets(plan)
+        self._offsets, _ = _layout(plan)
         lend = segment.lease.lend
         self.starts = [
             BufferView(lend(segment.fd, offset, target.length, True), 0)
-            for offset, target in zip(self._offsets, plan.targets, strict=False)
+            for offset, target in zip(self._offsets, plan.targets, strict=True)
         ]
         self._private = lend(segment.fd, 0, segment.length, False)
 
@@ -131,12 +132,14 @@ class PoolBuffers:
         self._pool._fill(self._segment, checkpoint, rows)
 
 
-def _offsets(plan: ReadPlan) -> list[int]:
+def _layout(plan: ReadPlan) -> tuple[list[int], int]:
     """The offset of each target in a segment, and the length of the segment."""
-    offsets = [0]
+    offsets, end = [], 0
     for target in plan.targets:
-        offsets.append(offsets[-1] + -(-target.length // UNIT_BYTES) * UNIT_BYTES)
-    return offsets
+        align = UNIT_BYTES if target.length >= UNIT_BYTES else PAGESIZE
+        offsets.append(-(-end // align) * align)
+        end = offsets[-1] + target.length
+    return offsets, -(-end // UNIT_BYTES) * UNIT_BYTES
 
 
 class HostPool(quiesce.Holder):
@@ -288,7 +291,7 @@ class HostPool(quiesce.Holder):
             self.make_room(plan.read_bytes)
             segment = None
             try:
-                segment = self._take(_offsets(plan)[-1], plan.read_bytes)
+                segment = self._take(_layout(plan)[1], plan.read_bytes)
                 return None if segment is None else PoolBuffers(self, segment, plan)
             except BaseException as error:
                 if segment is not None:

@@ -112,7 +112,7 @@ class StagingRing(quiesce.Holder):
         region = Region.anonymous(self.nbytes)
         self.native, self.address = Ring(region.address, slot_bytes, count), region.address
         node = gpu.numa_node(device.bus)
-        if not self.native.settle(node) and node >= 0:
+        if not self.native.advise(node) and node >= 0:
             self.notes.append(f"its memory could not be bound to NUMA node {node}")
         # Noted first: if Ctrl-C ends the call, it may be pinned, and must not be unmapped then.
         self._undo.append(lambda: region)  # keeps the mapping as long as the ring

@@ -8,6 +8,20 @@
 The first one that fits is used. The report says which; for `safe_open` and `stock` it says why,
 and so does the log, once. Callers that did not ask for gdsload (other threads, other loads) get the
 originals. Not responsible for the replacements inside a load (`patches`).
+
+What one load tells the functions of transformers that it calls is in context variables:
+
+    variable                     has                              set by
+    `chosen`                     the options                      `accelerated`, `from_pretrained`
+    `outer_report`               the report that a load writes to `from_pretrained`
+    `report.enclosing`           the report that it is added to   `accelerated`, `from_pretrained`
+    `_opener`                    what opens files                 the entry point safe_open
+    `_old_load`                  options and report               the load of transformers 4.57
+    `_failures`                  errors of loads inside           `transformers.pipeline`
+    `patches.running`            the `ModelReader`                the entry point hook
+    `module_callbacks.in_effect` the callbacks for modules        `from_pretrained`
+    `stand_ins._in_effect`       URLs by stand-in                 `from_pretrained` of a URL
+    `stand_ins.open_checkpoint`  a checkpoint that is open        `from_pretrained`
 """
 
 from __future__ import annotations
@@ -64,18 +78,14 @@ _OLD_SHARD = "_load_state_dict_into_meta_model"
 _DISTRIBUTED = "_load_and_finalize_distributed_pretrained_model"
 Call = Callable[..., Any]
 
-# Set by `accelerated` for its context; the report of an enclosing gdsload.from_pretrained; opens
-# files instead of safetensors.
 chosen: ContextVar[Options | None] = ContextVar("gdsload.options", default=None)
 outer_report: ContextVar[LoadReport | None] = ContextVar("gdsload.report", default=None)
 _opener: ContextVar[Callable[[str, Any], OpenedFile] | None] = ContextVar(
     "gdsload.opener", default=None
 )
-# Set while transformers 4.57 loads a model, shard by shard.
 _old_load: ContextVar[tuple[Options, LoadReport] | None] = ContextVar(
     "gdsload.old_load", default=None
 )
-# The errors of loads inside `transformers.pipeline`.
 _failures: ContextVar[list[GdsloadError] | None] = ContextVar("gdsload.failures", default=None)
 
 
@@ -170,7 +180,7 @@ def _load(
             return load(None)
     with reader:
         note(report, HOOK)
-        callbacks = module_callbacks.current.get()
+        callbacks = module_callbacks.in_effect.get()
         if callbacks is not None and f"{_LOADING}.{SET_PARAM}" not in patcher.misfits:
             callbacks.begin(model, config)
         with held(running, reader), report.phase("transformers"), collector_eased():

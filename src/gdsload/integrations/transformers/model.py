@@ -19,7 +19,7 @@ from gdsload.errors import CheckpointError, safetensors_errors
 from gdsload.integrations import other_libraries
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
-from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, current
+from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, in_effect
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.speculative_prefetch import speculative_prefetch
 from gdsload.integrations.transformers.stand_ins import rename, stand_in
@@ -56,6 +56,7 @@ def from_pretrained(
     page_cache: str = "auto",
     group: ProcessGroup | None = None,
     readers: str = "node",
+    stall_seconds: float = STALL_SECONDS,
     verify: str | os.PathLike[str] = "size",
     on_module_ready: Callable[[str, Any], object] | None = None,
     on_event: OnEvent | None = None,
@@ -81,6 +82,7 @@ def from_pretrained(
             a share, and they exchange the bytes that each needs: all, or with tensor parallelism
             its parts. All its ranks make the same call. None: this process reads alone.
         readers: As for `load_file`.
+        stall_seconds: As for `load_file`.
         verify: As for `load_file`. If transformers reads by itself, nothing is compared:
             `last_report().verified_bytes` is 0.
         on_module_ready: Called as `on_module_ready(name, module)` once for every module, as soon as
@@ -116,6 +118,8 @@ def from_pretrained(
         inherited = inherited.with_reading(page_cache=page_cache)
     if group is not None:
         inherited = replace(inherited, group=group, readers=readers)
+    if stall_seconds != STALL_SECONDS:
+        inherited = inherited.with_reading(stall_seconds=stall_seconds)
     if verify != "size":
         inherited = inherited.with_reading(verify=verify)
     if on_event is not None:
@@ -126,7 +130,7 @@ def from_pretrained(
     )
     with (
         report.whole(),
-        held(current, callbacks),
+        held(in_effect, callbacks),
         _entered(inherited),
         _path_of(source, report, kwargs) as path,
         speculative_prefetch(path, cls, inherited, report, kwargs)

@@ -34,7 +34,7 @@ from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.integrations.transformers.shared_queue import SharedQueue
-from gdsload.integrations.transformers.stand_ins import opened_as, opened_before, original
+from gdsload.integrations.transformers.stand_ins import open_checkpoint, opened_as, original
 from gdsload.integrations.transformers.tied_weights import TiedWeights
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
@@ -74,7 +74,7 @@ class Options:
 def _checkpoint_of(files: Sequence[str], stall_seconds: float) -> Iterator[Checkpoint]:
     """These files as one checkpoint. Of two files that hold a tensor the last one counts, as in
     transformers. A checkpoint that is open before is left open."""
-    known, before = opened_as(files), opened_before.get()
+    known, before = opened_as(files), open_checkpoint.get()
     if known is None and before is not None and _are_of(before, files):
         known = before
     if known is not None:

@@ -116,6 +116,6 @@ class ModuleCallbacks:
 
 
 # The callbacks for a model that is loaded in this context.
-current: ContextVar[ModuleCallbacks | None] = ContextVar(
+in_effect: ContextVar[ModuleCallbacks | None] = ContextVar(
     "gdsload.integrations.transformers.module_callbacks", default=None
 )

@@ -134,7 +134,7 @@ def _patch_set_param(module: ModuleType) -> Iterator[Replacement]:
         result = original(model, target_name, *rest, **named)
         if (reader := running.get()) is not None:
             cancellation.check()
-            if (callbacks := module_callbacks.current.get()) is not None:
+            if (callbacks := module_callbacks.in_effect.get()) is not None:
                 callbacks.parameter_set(model, target_name)
             else:  # a callback may write to what is loaded
                 reader.ties.parameter_set(target_name)

@@ -63,7 +63,7 @@ class SharedQueue(ReadaheadQueue):
         self._arrived: dict[str, torch.Tensor] = {}
         self._held_bytes = 0  # arrived and not kept
         self._waiting = 0  # threads
-        self._ending = ""  # "": reading; else "ended" or the reason to end
+        self._ending = ""  # "": reading; else why not: "ended", "finished" or "closed"
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None

@@ -21,7 +21,7 @@ from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.monkeypatch import held
-from gdsload.integrations.transformers.stand_ins import opened_before, opened_for
+from gdsload.integrations.transformers.stand_ins import open_checkpoint, opened_for
 from gdsload.loading import claims
 from gdsload.memory import page_cache
 from gdsload.readahead.prefetch import Prefetch, prefetch
@@ -69,8 +69,8 @@ def speculative_prefetch(
     if checkpoint is None:
         yield
         return
-    own = checkpoint is not opened_before.get()
-    with checkpoint if own else nullcontext(), held(opened_before, checkpoint):
+    own = checkpoint is not open_checkpoint.get()
+    with checkpoint if own else nullcontext(), held(open_checkpoint, checkpoint):
         reading = options.reading
         if _is_unfit(source, cls, checkpoint, kwargs):
             yield

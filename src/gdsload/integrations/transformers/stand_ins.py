@@ -48,20 +48,20 @@ class _StandIns(NamedTuple):
     checkpoints: Sequence[Checkpoint]
 
 
-_current: ContextVar[_StandIns | None] = ContextVar("gdsload.stand_ins", default=None)
+_in_effect: ContextVar[_StandIns | None] = ContextVar("gdsload.stand_ins", default=None)
 # A checkpoint that an enclosing from_pretrained has open: its headers are not parsed again.
-opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", default=None)
+open_checkpoint: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", default=None)
 
 
 def original(path: Any) -> Any:
     """The URL that a stand-in means; any other argument as it is."""
-    current = _current.get()
+    current = _in_effect.get()
     return path if current is None else current.urls.get(os.path.normpath(str(path)), path)
 
 
 def opened_for(path: Any) -> Checkpoint | None:
     """The open checkpoint of the URL whose stand-in a path is; None for any other path."""
-    current, known = _current.get(), opened_before.get()
+    current, known = _in_effect.get(), open_checkpoint.get()
     if current is None or known is None or original(path) == path:
         return None
     return known if any(known is each for each in current.checkpoints) else None
@@ -69,7 +69,7 @@ def opened_for(path: Any) -> Checkpoint | None:
 
 def opened_as(files: Sequence[str]) -> Checkpoint | None:
     """The open checkpoint for whose shards these files stand; None if there is none."""
-    if current := _current.get():
+    if current := _in_effect.get():
         paths = [os.path.normpath(file) for file in files]
         for checkpoint in current.checkpoints:
             if paths == [str(current.folder / shard.name) for shard in checkpoint.shards]:
@@ -87,7 +87,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
             directory as well, `variant` chooses the weights, and `cache_dir` is the local cache.
 
     Yields:
-        The directory. Its checkpoint is `opened_before`, if it has safetensors files.
+        The directory. Its checkpoint is `open_checkpoint`, if it has safetensors files.
 
     Raises:
         CheckpointError: The files cannot be found or are invalid.
@@ -121,14 +121,14 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
             else:
                 checkpoints.append(checkpoint)
                 urls |= _placed(checkpoint, directory, folder)
-                stack.enter_context(held(opened_before, checkpoint))
+                stack.enter_context(held(open_checkpoint, checkpoint))
         others = weights - {shard.name for each in checkpoints for shard in each.shards}
         for name in [_ADAPTER] * has_adapter + _extra_files(folder, others):
             if not (folder / name).exists():
                 with suppress(CheckpointNotFound):
                     checkpoints.append(stack.enter_context(opened(joined(directory, name))))
                     urls |= _placed(checkpoints[-1], directory, folder)
-        stack.enter_context(held(_current, _StandIns(urls, folder, checkpoints)))
+        stack.enter_context(held(_in_effect, _StandIns(urls, folder, checkpoints)))
         try:
             yield top
         except Exception as error:

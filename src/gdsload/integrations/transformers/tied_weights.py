@@ -73,7 +73,7 @@ def twin_pairs(model: Any) -> list[tuple[str, str]]:
     from transformers import PreTrainedModel
 
     others_tie = type(model).tie_weights is not PreTrainedModel.tie_weights
-    if others_tie or module_callbacks.current.get() is not None:
+    if others_tie or module_callbacks.in_effect.get() is not None:
         return []
     pairs = asked_pairs(model)
     uses = Counter(name for pair in pairs for name in pair)
