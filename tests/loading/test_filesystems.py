@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
+import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,6 +26,7 @@ from descriptors import none_left
 from gdsload.checkpoint import Shard, checkpoint as checkpoint_module
 from gdsload.cli import measuring
 from gdsload.errors import FileChanged, ReadError
+from gdsload.loading import io_mode
 from gdsload.memory import page_cache
 from gdsload.system.storage import DEPTH
 from storage import ENGINES, kept_warm, python, save
@@ -99,6 +102,84 @@ def test_overlay_tells_what_the_page_cache_holds(mounted: Mounted, checked: Any)
         assert page_cache.resident_bytes(path) == path.stat().st_size
         checked(path)
     assert gdsload.last_report().read_bytes == 0
+
+
+def run(*words: str | Path) -> None:
+    """Runs a program; skips the test if it fails, as without root."""
+    ended = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    if ended.returncode:
+        pytest.skip(f"{words[0]}: {ended.stderr.strip()}")
+
+
+def test_overlay_of_two_filesystems_tells_what_the_page_cache_holds(
+    expected: tuple[Path, dict[str, torch.Tensor]], checked: Any, tmp_path: Path
+) -> None:
+    """Its files have device numbers that no mount has."""
+    upper, point = tmp_path / "upper", tmp_path / "point"
+    upper.mkdir()
+    point.mkdir()
+    with ExitStack() as stack:
+        run("mount", "-t", "tmpfs", "gdsload", upper)
+        stack.callback(run, "umount", "--lazy", upper)
+        for name in ("changes", "work"):
+            (upper / name).mkdir()
+        layers = f"lowerdir={expected[0]},upperdir={upper}/changes,workdir={upper}/work"
+        run("mount", "-t", "overlay", "-o", layers, "gdsload", point)
+        stack.callback(run, "umount", "--lazy", point)
+        path = point / NAME
+        path.read_bytes()
+        with kept_warm(expected[0] / NAME):
+            assert page_cache.resident_bytes(path) == path.stat().st_size
+            assert checked(path, page_cache="drop").read_bytes == 0
+
+
+def test_disk_that_cannot_be_read_fails_each_load(
+    expected: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """The kernel keeps pages that it could not read, and calls them resident."""
+    point, (source, image) = tmp_path / "point", (tmp_path / "source", tmp_path / "disk" / "image")
+    for folder in (point, source, image.parent):
+        folder.mkdir()
+    for number in range(4):  # whatever the order on the disk, some of it cannot be read
+        shutil.copy(expected[0] / NAME, source / f"{number}.safetensors")
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    run("mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-d", source, image)
+    with ExitStack() as stack:
+        try:
+            fault = {"error": errno.EIO, "error_from": 24 << 20}
+            disk = stack.enter_context(mounts.mounted("fuse", image.parent, **fault))
+        except records.Refused as refused:
+            pytest.skip(str(refused))
+        run("mount", "-t", "ext4", "-o", "loop,ro", disk / image.name, point)
+        stack.callback(run, "umount", "--lazy", point)
+        failed = [path for path in sorted(point.glob("*.safetensors")) if fails(path)]
+        assert failed
+        for path in 2 * failed:
+            with pytest.raises(ReadError, match="Input/output error"):
+                gdsload.load_file(path)
+
+
+def fails(path: Path) -> bool:
+    try:
+        gdsload.load_file(path)
+    except ReadError:
+        return True
+    return False
+
+
+def test_direct_reads_on_btrfs_leave_nothing_in_the_page_cache(
+    expected: tuple[Path, dict[str, torch.Tensor]], checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may read by the page cache all the same, as if the reads were buffered."""
+    path = expected[0] / NAME
+    if page_cache.evict(path):
+        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    monkeypatch.setattr(io_mode, "kind_of_file", lambda _: "btrfs")
+    monkeypatch.setattr(Shard, "reopen_direct", lambda *_: None)
+    report = checked(path, page_cache="keep")
+    assert io_modes(report) == {"buffered"}
+    assert page_cache.resident_bytes(path) < 1 << 20  # the header was there
 
 
 def test_tmpfs_is_mapped(mounted: Mounted, checked: Any) -> None:

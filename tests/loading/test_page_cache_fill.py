@@ -161,7 +161,7 @@ def test_options_of_reads_past_the_page_cache_are_kept(path: Path, options: Any)
 def test_disk_with_a_short_read_ahead_is_read_past_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int | None, huge: bool, mode: str
 ) -> None:
-    monkeypatch.setattr(page_cache_fill, "read_ahead_bytes", lambda _: nbytes)
+    monkeypatch.setattr(page_cache_fill, "read_ahead_bytes", lambda *_: nbytes)
     monkeypatch.setattr(page_cache_fill, "reads_ahead_by_huge_pages", lambda: huge)
     gdsload.load_file(path)
     assert mode in io_modes(gdsload.last_report())

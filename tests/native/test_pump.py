@@ -70,6 +70,26 @@ def hanging(fd: int, faults: Faults, pump: Pump) -> tuple[Region, Request]:
     return region, request
 
 
+@pytest.mark.parametrize(("answered", "in_flight"), [(0, 32), (1, 39), (100, 200)])
+def test_reads_in_flight_grow_with_those_that_are_answered_soon(
+    tmp_path: Path, faults: Faults, answered: int, in_flight: int
+) -> None:
+    """They share the rate of the storage: many of them could take longer than a stall."""
+    file = tmp_path / "large"
+    file.write_bytes(bytes(400 * 4096))
+    faults.script(rule(HANG, times=FOR_EVER, skip=answered))
+    pump, region = Pump(faulty.capsule(), 200), Region.anonymous(400 * 4096)
+    with file.open("rb") as opened:
+        request = Request(pump, *whole(region, opened.fileno(), 400))
+        request.post()
+        faults.wait_hung(in_flight)
+        assert not request.wait(0.2)
+        assert faults.log.hung == in_flight
+        faults.let_go()
+        assert request.wait(60.0)
+    assert pump.close(60.0)
+
+
 def test_reads_of_a_request_have_their_own_results(
     fd: int, faults: Faults, pump: Pump, path: Path
 ) -> None:

@@ -93,30 +93,18 @@ def test_read_ahead_is_that_of_the_disk(
     sysfs: Path, numbers: tuple[int, int], text: str, nbytes: int | None
 ) -> None:
     (sysfs / "devices" / "disk" / "queue" / "read_ahead_kb").write_text(text)
-    assert storage.read_ahead_bytes(os.makedev(*numbers)) == nbytes
+    assert storage.read_ahead_bytes(os.makedev(*numbers), overlay=False) == nbytes
 
 
-def test_read_ahead_of_an_overlay_is_the_longest_of_a_disk(
-    sysfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_ahead_of_an_overlay_is_the_longest_of_a_disk(sysfs: Path) -> None:
     (sysfs / "devices" / "disk" / "queue" / "read_ahead_kb").write_text("128\n")
     (sysfs / "dev" / "block" / "7:0").symlink_to("../../devices/gone")
-    asked: list[int] = []
-
-    def kind_of_device(device: int) -> str:
-        asked.append(device)
-        return {45: "overlay"}.get(os.minor(device), "")
-
-    monkeypatch.setattr(storage, "kind_of_device", kind_of_device)
-    monkeypatch.setattr(storage, "_overlays", {})
-    overlay, other = os.makedev(0, 45), os.makedev(0, 46)
-    assert [storage.read_ahead_bytes(overlay) for _ in range(2)] == [4 << 20] * 2
-    assert storage.read_ahead_bytes(other) is None
-    assert not storage.is_overlay(os.makedev(8, 45))
-    assert asked == [overlay, other]
+    device = os.makedev(0, 45)
+    assert storage.read_ahead_bytes(device, overlay=True) == 4 << 20
+    assert storage.read_ahead_bytes(device, overlay=False) is None
     for disk in ("disk", "other"):
         (sysfs / "devices" / disk / "queue" / "read_ahead_kb").unlink()
-    assert storage.read_ahead_bytes(overlay) is None
+    assert storage.read_ahead_bytes(device, overlay=True) is None
 
 
 @pytest.mark.parametrize(
@@ -150,6 +138,6 @@ def test_read_ahead_by_huge_pages_is_of_new_kernels_with_small_pages(
 def test_reads_into_the_page_cache_are_of_several_windows(
     sysfs: Path, device: tuple[int, int], nbytes: int, request_mib: int
 ) -> None:
-    read_ahead = storage.read_ahead_bytes(os.makedev(*device))
+    read_ahead = storage.read_ahead_bytes(os.makedev(*device), overlay=False)
     found = storage.fill_request_bytes(read_ahead, nbytes, 16)
     assert found == request_mib << 20

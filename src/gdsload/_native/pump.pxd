@@ -96,6 +96,8 @@ cdef struct CPump:
     void *engine
     void *context              # of the engine's capsule, for `open`
     int depth
+    int window                 # reads that may be in flight now: up to `depth`
+    int64_t shrunk_ns          # when the window last became smaller
     int in_flight
     pthread_mutex_t lock
     pthread_cond_t news        # for the pump's thread

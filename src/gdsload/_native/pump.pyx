@@ -1,8 +1,8 @@
 """The pump: submits reads to an engine and handles their completions in one native thread.
 
-A `Pump` owns one engine and the thread that drives it. It keeps the engine's depth filled with the
-reads of the requests posted to it (request.pyx), oldest request first, each in its order. It decides
-what a completion means: short reads continue, refused direct reads become buffered, errors get one
+A `Pump` owns one engine and the thread that drives it. It keeps as many reads in flight as the engine
+takes and the storage answers soon, of the requests posted to it (request.pyx), oldest request first,
+each in its order. It decides what a completion means: short reads continue, refused direct reads become buffered, errors get one
 retry. It also applies the bandwidth limits that all pumps share.
 
     post ─► fill ─► submit ─► engine (depth reads) ─► reap ─► handle ─► done, failed, or once more
@@ -43,6 +43,14 @@ cdef enum:
     BACK_OFF_NS = 1000000      # after EAGAIN, so that a full device is not polled in a tight loop
     # What an unused limit accumulates: one poll of a pump, not a burst.
     SAVED_NS = 1000000
+    # Reads in flight share the rate of the storage: all of them together must take much less time
+    # than the silence that counts as a stall (60 s). A new pump begins with so many; each fast read
+    # adds some, so that their number is eight times as large after a round trip; slow ones halve it.
+    FIRST_WINDOW = 32
+    LEAST_WINDOW = 4
+    WINDOW_GROWTH = 7
+    FAST_READ_NS = 1000000000
+    SLOW_READ_NS = 5000000000
 
 cdef CThrottle THROTTLE
 pthread_mutex_init(&THROTTLE.lock, NULL)
@@ -133,6 +141,16 @@ cdef void retry(CPump *self, Op *op) noexcept nogil:
     self.again_count += 1
 
 
+cdef void adapt_window(CPump *self, Op *op, int64_t now) noexcept nogil:
+    """Adapts the number of reads in flight to the time that a read has taken."""
+    cdef int64_t took = now - op.posted_ns
+    if took < FAST_READ_NS:
+        self.window = min(self.window + WINDOW_GROWTH, self.depth)
+    elif took > SLOW_READ_NS and op.posted_ns > self.shrunk_ns:  # once for those of one time
+        self.window = max(self.window // 2, min(LEAST_WINDOW, self.depth))
+        self.shrunk_ns = now
+
+
 cdef int complete(CPump *self, Op *op, int64_t result, int64_t now) noexcept nogil:
     """Handles one completion. Returns 1 if the pump should pause before its next submission."""
     cdef CRequest *request = op.request
@@ -143,6 +161,7 @@ cdef int complete(CPump *self, Op *op, int64_t result, int64_t now) noexcept nog
     if result > 0:
         gds_store(&request.progress_ns, now)
         self.progress_ns = now
+        adapt_window(self, op, now)
         end = start + <uint64_t>result
         if op.direct:
             file.refused_in_row = 0
@@ -232,7 +251,7 @@ cdef void fill_submission(CPump *self) noexcept nogil:
             self.submission[count] = self.submission[i]
             count += 1
     self.submission_count = count
-    while self.submission_count < BATCH and self.in_flight + self.submission_count < self.depth:
+    while self.submission_count < BATCH and self.in_flight + self.submission_count < self.window:
         op = next_op(self, now)
         if op == NULL:
             break
@@ -308,8 +327,7 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
     """Chooses the timeout of the next reap and the number of completions to wait for: one wake-up
     costs more than handling one completion. `cancelled`: whether a request is being cancelled.
 
-    There is nothing to do before a quarter of the engine's depth is free, or a waiter has its last
-    op.
+    There is nothing to do before a quarter of the window is free, or a waiter has its last op.
     """
     cdef CRequest *request = self.first
     cdef Waiter *waiter
@@ -329,16 +347,16 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
     wanted[0] = 1
     if not awaited and self.submission_count == 0:
         return IDLE_WAIT_NS  # a cancelled read may never end
-    if under_way < self.depth and (unsubmitted or left == 0 or cancelled[0]):
+    if under_way < self.window and (unsubmitted or left == 0 or cancelled[0]):
         return BUSY_WAIT_NS
     if cancelled[0]:
         return IDLE_WAIT_NS
     # With nothing left to submit, only the waiters count.
-    wanted[0] = self.depth // 4 if under_way >= self.depth else under_way
+    wanted[0] = self.window // 4 if under_way >= self.window else under_way
     if left > 0:
         wanted[0] = min(wanted[0], left)
     wanted[0] = min(max(wanted[0], 1), <int>BATCH)
-    if under_way < self.depth:
+    if under_way < self.window:
         return LAST_WAIT_NS
     return IDLE_WAIT_NS if left else ALONE_WAIT_NS
 
@@ -458,6 +476,7 @@ cdef class Pump:
         made.references = 1
         made.throttle = &THROTTLE
         made.depth = depth
+        made.window = min(depth, FIRST_WINDOW)
         made.ops = <EngineOps *>PyCapsule_GetPointer(engine, b"gdsload.engine")
         made.context = PyCapsule_GetContext(engine)
         pthread_mutex_init(&made.lock, NULL)

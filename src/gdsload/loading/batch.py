@@ -38,7 +38,7 @@ from gdsload.loading.claims import LOST, READ, READING
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import copied
-from gdsload.memory import DRAM
+from gdsload.memory import DRAM, page_cache
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ByteRange, ReadPlan
@@ -404,6 +404,14 @@ class Batch:
         finally:
             self._end_request()
 
+    def _forget_pages(self) -> None:
+        """After a failed read, leaves no pages of its file that a later load could map."""
+        opened = self.session.checkpoint.shards
+        for shard in {self.plan.transfers[number].shard for number in self._failed}:
+            if opened[shard].remote is None and not opened[shard].closed:
+                with suppress(GdsloadError):
+                    page_cache.forget(opened[shard].fd)
+
     def _end_request(self) -> None:
         """Ends the request, finished or not, and adds its counts to the report. Gives memory back,
         also if no request was made. May be called again."""
@@ -426,6 +434,7 @@ class Batch:
             released = True
         finally:
             session.posted.discard(self)
+            self._forget_pages()
             memory, self._memory = self._memory, []
             for registration in memory:
                 if backend is not None:

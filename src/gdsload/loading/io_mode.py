@@ -36,6 +36,7 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.report import LoadReport
+from gdsload.system.mountinfo import kind_of_file
 from gdsload.system.parallel import parallel_map
 from gdsload.system.storage import Storage, remote_storage, storage_of
 
@@ -75,7 +76,11 @@ class ShardAccess:
         self._residency: dict[int, str] = {}  # by shard
         self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
-        self._drops = settings.page_cache == "drop" and not self._remote
+        # btrfs reads compressed files, and into memory that nobody has touched, by the page cache.
+        kept = settings.page_cache == "keep" and settings.cache != "buffered" and not self._remote
+        self._drops = (settings.page_cache == "drop" and not self._remote) or (
+            kept and kind_of_file(checkpoint.shards[0].fd) == "btrfs"
+        )
         self.fill = PageCacheFill(checkpoint, settings)
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []

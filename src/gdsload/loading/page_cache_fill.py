@@ -25,7 +25,12 @@ from gdsload.memory import page_cache
 from gdsload.report import LoadReport
 from gdsload.system.available import available_bytes
 from gdsload.system.mountinfo import kind_of_device
-from gdsload.system.storage import fill_request_bytes, read_ahead_bytes, reads_ahead_by_huge_pages
+from gdsload.system.storage import (
+    fill_request_bytes,
+    is_overlay,
+    read_ahead_bytes,
+    reads_ahead_by_huge_pages,
+)
 
 # Room in memory that is wanted, as a multiple of the bytes to load: the page cache of others should
 # not be evicted for it.
@@ -67,7 +72,9 @@ class PageCacheFill:
         self._past = sorted(PAST_OPTIONS.intersection(settings.options))
         self._total_bytes = sum(shard.size for shard in checkpoint.shards)
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not checkpoint.remote
-        self.small = may_fill and self._total_bytes <= WITHOUT_BACKEND_BYTES
+        # A backend that was asked for by name, or by its options, is opened in any case.
+        asked = settings.backend != "auto" or settings.options
+        self.small = may_fill and not asked and self._total_bytes <= WITHOUT_BACKEND_BYTES
         self._decided: bool | None = None  # None: not yet
         self.lacks_room = False
         self._text = ""  # for the report
@@ -97,6 +104,9 @@ class PageCacheFill:
         """
         if self._decided is not None:
             return
+        if self._cache == "buffered" and not self._checkpoint.remote:
+            self._decided, self._text = False, "filled: cache='buffered' reads through it"
+            return
         nbytes = nbytes or self._total_bytes
         refusal = self._why_not(nbytes, beside_bytes)
         if not refusal and not self._asked:
@@ -121,7 +131,8 @@ class PageCacheFill:
 
     @cached_property
     def _read_ahead(self) -> int | None:
-        return read_ahead_bytes(self._checkpoint.shards[0].identity.dev)
+        shard = self._checkpoint.shards[0]
+        return read_ahead_bytes(shard.identity.dev, is_overlay(shard.fd))
 
     def _why_not(self, nbytes: int, beside_bytes: int) -> str:
         shards = self._checkpoint.shards

@@ -50,7 +50,7 @@ def _resident_pages(fd: int, offset: int, length: int) -> int:
     """By `cachestat`; by `mincore` where that is not allowed, and for files of an overlay."""
     try:
         pages = system.cachestat(fd, offset, length)
-        if pages or not is_overlay(os.fstat(fd).st_dev):
+        if pages or not is_overlay(fd):
             return pages
         refusal = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     except OSError as error:
@@ -169,6 +169,13 @@ def residency(fd: int, length: int) -> str:
     except OSError:  # residency is not available: unknown counts as cold
         found = 0
     return "some" if 0 < found < length else "all" if found else "none"
+
+
+def forget(fd: int) -> None:
+    """Drops the pages of a file, as far as nobody has mapped them. The kernel keeps pages that it
+    failed to read, and counts them as resident: to use one by a mapping ends by SIGBUS."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def resident_share(files: Sequence[tuple[int, int]]) -> float:

@@ -20,12 +20,14 @@ class Mount(NamedTuple):
         kind: The kind of filesystem, such as "xfs".
         source: The device or the server, such as "/dev/md0".
         device: The device number, such as "9:0".
+        number: Its number in the kernel.
     """
 
     point: str
     kind: str
     source: str
     device: str
+    number: str = ""
 
     @property
     def key(self) -> str:
@@ -54,6 +56,18 @@ def kind_of_device(device: int, root: str = "/") -> str:
     return next((mount.kind for mount in _mounts(root) if mount.device == number), "")
 
 
+def kind_of_file(fd: int, root: str = "/") -> str:
+    """The kind of filesystem of an open file; "" if it is not known. The device number would not
+    do: an overlay of several filesystems makes up its own for files of the lower ones."""
+    try:
+        with open(os.path.join(root, f"proc/self/fdinfo/{fd}")) as file:
+            number = re.search(r"^mnt_id:\s*(\d+)$", file.read(), re.MULTILINE)
+    except OSError:
+        return ""
+    mounts = _mounts(root) if number else ()
+    return next((mount.kind for mount in mounts if number and mount.number == number[1]), "")
+
+
 def _mounts(root: str) -> Iterator[Mount]:
     """All mounts, in the kernel's order; none if the system does not report them."""
     try:
@@ -68,4 +82,4 @@ def _mounts(root: str) -> Iterator[Mount]:
         if len(fields) < 5 or len(tail) < 2:
             continue
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4])
-        yield Mount(point, tail[0], tail[1], fields[2])
+        yield Mount(point, tail[0], tail[1], fields[2], fields[0])

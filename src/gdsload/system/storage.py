@@ -14,7 +14,7 @@ from glob import glob
 from mmap import PAGESIZE
 from typing import NamedTuple
 
-from gdsload.system.mountinfo import kind_of_device, mount_of
+from gdsload.system.mountinfo import kind_of_file, mount_of
 
 # Filesystem types in /proc/self/mountinfo. All of FUSE is distant, except fuseblk, which is on a
 # disk: its device number is that of the disk.
@@ -45,7 +45,6 @@ FILL_WINDOWS = 4
 FILL_REQUEST_BYTES, MOST_FILL_REQUEST_BYTES = 8 << 20, 64 << 20
 FILL_UNIT_BYTES = 2 << 20
 _SYSFS = "/sys"
-_overlays: dict[int, bool] = {}  # by device number
 
 
 class Storage(NamedTuple):
@@ -81,23 +80,19 @@ def distant_filesystem_of(path: str, status: os.stat_result) -> str:
     return mount.kind if mount is not None and is_distant(mount.kind) else ""
 
 
-def is_overlay(device: int) -> bool:
-    """Whether a device number (`st_dev`) is of an overlay, as in a container: the files below it
-    have the pages in the page cache, and the disk."""
-    if os.major(device):
-        return False
-    if device not in _overlays:
-        _overlays[device] = kind_of_device(device) == "overlay"
-    return _overlays[device]
+def is_overlay(fd: int) -> bool:
+    """Whether an open file is in an overlay, as in a container: the files below it have the pages
+    in the page cache, and the disk."""
+    return not os.major(os.fstat(fd).st_dev) and kind_of_file(fd) == "overlay"
 
 
-def read_ahead_bytes(device: int) -> int | None:
+def read_ahead_bytes(device: int, overlay: bool) -> int | None:
     """The window of the kernel's read-ahead of a device (`st_dev`); None if it is not known.
 
     An overlay hides the disk of its files: the longest read-ahead of a disk counts.
     """
     disks = f"{_SYSFS}/dev/block"
-    if is_overlay(device):
+    if overlay:
         return max(filter(None, map(_read_ahead_in, glob(f"{disks}/*"))), default=None)
     return _read_ahead_in(f"{disks}/{os.major(device)}:{os.minor(device)}")
 

@@ -208,8 +208,10 @@ class PosixBackend(PumpBackend):
             _ = self.pump  # opens the engine, which may become another one
             if self.engine != "threads":
                 why = f"{self.engine} cannot fill mapped memory"  # it would be private, and twice
+                refusal = self.refusals.get("posix/threads", "")
                 raise BackendUnavailable(
-                    f"backend 'posix': {why}; threads did not open", {**self.refusals, "posix": why}
+                    f"backend 'posix': {why}, and threads did not open: {refusal}",
+                    {**self.refusals, "posix": why},
                 )
         return super().prepare(transfers, files, memory)
 
