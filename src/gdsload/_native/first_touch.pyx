@@ -181,13 +181,14 @@ cdef int64_t read_first_touch(
     cdef uint64_t base, done = 0, end, unit
     cdef char *buffer
     cdef int64_t got
-    cdef int small
     if memory != NULL:
         base = <uint64_t>(read.address - memory.region.base)
     while done < read.length:
         # In place up to `end`: ready units, and parts of units, whose rest belongs to other reads.
-        end, small = done, memory != NULL and self.choice.mode != SMALL
-        while small and end < read.length:
+        end = done
+        if memory == NULL or self.choice.mode == SMALL:
+            end = read.length
+        while end < read.length:
             unit = (base + end) // UNIT_BYTES
             if (
                 (base + end) % UNIT_BYTES == 0
@@ -197,8 +198,6 @@ cdef int64_t read_first_touch(
             ):
                 break
             end = min((unit + 1) * UNIT_BYTES - base, read.length)
-        else:
-            end, small = read.length, 0
         if end > done:
             got = pread(read.fd, read.address + done, end - done, <int64_t>(read.offset + done))
         else:
