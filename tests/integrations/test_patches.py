@@ -338,6 +338,16 @@ def test_patterns_of_parameters_are_not_compiled(
     assert not [pattern for pattern in compiled if "layers.0" in pattern]
 
 
+def test_model_keeps_plain_patterns(mixture: Path) -> None:
+    model = gdsload.from_pretrained(mixture, key_mapping={"^elsewhere": "model"})
+    conversions = getattr(model, "_weight_conversions", [])
+    assert all(isinstance(each.compiled_sources, re.Pattern) for each in conversions)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(
+        mixture, key_mapping={"^elsewhere": "model"}
+    )
+    assert len(conversions) == len(getattr(stock, "_weight_conversions", []))
+
+
 @pytest.mark.parametrize("copied", [lambda pattern: pattern, copy.deepcopy])
 def test_pattern_that_is_used_is_compiled(copied: Callable[[Any], Any]) -> None:
     from transformers import core_model_loading

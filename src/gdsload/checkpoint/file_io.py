@@ -51,7 +51,7 @@ def open_regular(
 
     Raises:
         CheckpointError: `path` is not a regular file.
-        CheckpointUnreadable: The file cannot be opened.
+        CheckpointUnreadable: It is a directory, or cannot be opened.
     """
     shown_as = shown_as or path
     fd = -1
@@ -68,7 +68,7 @@ def open_regular(
     except BaseException as error:
         if fd >= 0:
             os.close(fd)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, CheckpointUnreadable):
             raise open_error(error, shown_as, named_by) from error
         raise
     return fd, status
@@ -101,7 +101,10 @@ def _require_regular(status: os.stat_result, path: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
         link = f"a link to {os.path.realpath(path)}, " if os.path.islink(path) else ""
-        raise CheckpointError(f"{path}: this is {link}{kind}, not a regular file", path=path)
+        text = f"{path}: this is {link}{kind}, not a regular file"
+        if stat.S_ISDIR(status.st_mode):  # an OSError, as of safetensors
+            raise CheckpointUnreadable(text, path=path, errno=errno.EISDIR)
+        raise CheckpointError(text, path=path)
 
 
 def read_exactly(fd: int, offset: int, wanted: int, path: str) -> bytes:

@@ -54,6 +54,7 @@ from gdsload.integrations.transformers.patches import (
     LOADING_PATCHES,
     MODELING_PATCHES,
     SET_PARAM,
+    compile_patterns,
     outside_inference,
     running,
 )
@@ -185,6 +186,7 @@ def _load(
             callbacks.begin(model, config)
         with held(running, reader), report.phase("transformers"), collector_eased():
             result = load(reader.slices())
+        compile_patterns(model)
         reader.finish()
         return result
 

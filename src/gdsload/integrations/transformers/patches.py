@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from copy import copy
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -206,6 +207,14 @@ class _Pattern:
 
     def __reduce__(self) -> Any:  # a copy is a plain one
         return re.compile, (self._text,)
+
+
+def compile_patterns(model: Any) -> None:
+    """Leaves plain patterns in what transformers keeps of a load in its model, for saving it."""
+    for conversion in getattr(model, "_weight_conversions", None) or ():
+        pattern = getattr(conversion, "compiled_sources", None)
+        if isinstance(pattern, _Pattern):
+            conversion.compiled_sources = copy(pattern)
 
 
 class _CompilingRe:
