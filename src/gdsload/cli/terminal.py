@@ -21,7 +21,8 @@ from gdsload.checkpoint.selection import Names, Selection, experts, layers
 from gdsload.errors import GdsloadError, one_line
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as in a shell
-DEBUG = "gdsload.debug"  # key in the context's meta: show the traceback of errors
+# Keys in the context's meta: show the traceback of errors; -v was given.
+DEBUG, VERBOSE = "gdsload.debug", "gdsload.verbose"
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _BYTES = r"(\d{1,18})(?:\.(\d{1,18}))?\s*([KMGT]?)(I?B)?"  # int() takes 4,300 digits at most
 
@@ -72,6 +73,7 @@ def _logs(ctx: click.Context, _: click.Parameter, count: int) -> None:
         ctx.call_on_close(lambda: log.setLevel(level))
         log.setLevel(logging.ERROR)
     if count:
+        ctx.meta[VERBOSE] = True
         log.setLevel(logging.INFO if count == 1 else logging.DEBUG)
 
 
