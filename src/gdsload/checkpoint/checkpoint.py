@@ -32,6 +32,7 @@ from gdsload.checkpoint.locate import (
     ShardPath,
     locate,
     path_text,
+    title_of,
     shard_paths,
 )
 from gdsload.checkpoint.selection import Names, chosen, no_such_tensor
@@ -380,6 +381,7 @@ class Lookup(NamedTuple):
                 header_limit=self.header_limit,
                 stall_seconds=self.stall_seconds,
             )
+        title_of(source)  # or TypeError
         return Checkpoint.open(source, **self._asdict())  # type: ignore[arg-type]
 
 

@@ -189,6 +189,17 @@ def _shard_path(directory: Directory, name: str) -> ShardPath:
     return ShardPath(name, directory.path_of(name), remote)
 
 
+def title_of(source: PathLike | Sequence[PathLike]) -> str:
+    """The name of a source, or the number of its files, for reports. Raises TypeError."""
+    if isinstance(source, (list, tuple)):
+        return f"{len(source)} files"
+    if not isinstance(source, (str, bytes, os.PathLike)):
+        kind = type(source).__name__
+        raise TypeError(f"source must be a path, a URL or a list of them, not {kind}")
+    title: str = shown_source(os.fsdecode(source))
+    return title
+
+
 def path_text(path: PathLike) -> str:
     """`path` as a string that system calls accept. Raises CheckpointError or TypeError."""
     text = os.fsdecode(path)
