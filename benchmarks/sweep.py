@@ -70,6 +70,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         "--engine",
         nargs="+",
         default=list(ENGINES),
+        choices=ENGINES,
+        metavar="ENGINE",
         help=f"engines of posix (default {' '.join(ENGINES)})",
     )
     parser.add_argument(
@@ -234,9 +236,9 @@ def published() -> str:
     ]
     head = ["block size B", *(f"{engine} GB/s" for engine in NIXL_BENCH)]
     return (
-        "nixlbench as published, batch size 1, another machine and its disk; nobody held what"
-        " arrived against the file, and the rates of LINUXAIO above those of the others are none of"
-        f" one disk\n\n{tables.markdown(head, rows)}"
+        "Published by nixlbench, batch size 1, on another machine. Its results were not compared"
+        " with the file; LINUXAIO rates above the others exceed one disk."
+        f"\n\n{tables.markdown(head, rows)}"
     )
 
 

@@ -18,8 +18,8 @@ from gdsload._native.ranges import bytes_of
 from gdsload.backends.registry import find
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
-from gdsload.checkpoint.locate import title_of
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.checkpoint.locate import title_of
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (

@@ -32,8 +32,8 @@ from gdsload.checkpoint.locate import (
     ShardPath,
     locate,
     path_text,
-    title_of,
     shard_paths,
+    title_of,
 )
 from gdsload.checkpoint.selection import Names, chosen, no_such_tensor
 from gdsload.checkpoint.shard import (
