@@ -31,6 +31,6 @@ def test_backend_that_fails_without_shared_memory_has_a_hint(
     monkeypatch.setattr(
         nixl_library, "SHARED_MEMORY", str(tmp_path if exists else tmp_path / "shm")
     )
-    with pytest.raises(BackendUnavailable, match="backend .*: NIXL_ERR_BACKEND") as caught:
+    with pytest.raises(BackendUnavailable, match=r"backend .*: NIXL_ERR_BACKEND") as caught:
         nixl_library.new_agent("name", plugin, {}, progress=False)
     assert ("needs a writable" in str(caught.value)) == hinted

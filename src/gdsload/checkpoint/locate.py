@@ -130,7 +130,8 @@ def locate(
                 return _from_index(LocalDirectory(folder), name, title, limit)
             return CheckpointFiles(title, (ShardPath(os.path.basename(title), title),))
         if not _HUB_ID.fullmatch(title) or title.endswith((_SUFFIX, ".json")):
-            raise _not_found(f"No such file or directory: {title}", title)
+            hint = " (~ is not expanded here)" if title.startswith("~") else ""
+            raise _not_found(f"No such file or directory: {title}{hint}", title)
         directory = _snapshot(title, revision, cache_dir)
     if subfolder:
         directory = os.path.join(directory, subfolder)

@@ -5,6 +5,7 @@ torch is imported here, before the first measured load.
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import time
@@ -71,6 +72,8 @@ def load(
 ) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
     settings = settings_of(options) | ({"engine": engine} if engine else {})
+    if trace and not os.path.isdir(os.path.dirname(trace) or "."):
+        raise click.UsageError(f"--trace {one_line(trace)}: no such directory")
     names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
         paths = [shard.path for shard in checkpoint.shards]
