@@ -19,6 +19,7 @@ from typing import Any
 
 from gdsload.backends import find
 from gdsload.backends.posix.engines import ENGINES
+from gdsload.backends.registry import names
 from gdsload.errors import BackendUnavailable
 
 from . import records, tables, values
@@ -86,6 +87,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         help="seconds of each measurement (default 0.3)",
     )
     options = parser.parse_args(words)
+    for backend in set(options.backend) - set(names()):
+        parser.error(f"--backend {backend}: unknown (available: {', '.join(names())})")
     uneven = [block for block in options.block if block % PAGE_BYTES]
     if uneven:
         parser.error(f"--block {uneven[0]}: direct reads are of whole {PAGE_BYTES} bytes")

@@ -56,6 +56,7 @@ def cold(source: Path, *words: object) -> Any:
         (["io", "x", "--block", "1000"], "direct reads are of whole 4096 bytes"),
         (["io", "x", "--batch", "0"], "'0' is not a whole number"),
         (["io", "x", "--threads", "two"], "'two' is not a whole number"),
+        (["io", "x", "--backend", "nonsense"], "--backend nonsense: unknown (available: gds"),
         (["io", "x", "--engine", "nonsense"], "invalid choice: 'nonsense' (choose from"),
         (["io", "x", "--seconds", "-1"], "'-1' is no number of seconds"),
     ],

@@ -19,7 +19,7 @@ from gdsload.cli.measuring import bench
 from gdsload.cli.serving import serve
 from gdsload.cli.terminal import VERBOSE, Commands, common, json_of, show_json
 from gdsload.cli.warming import warmup
-from gdsload.errors import one_line
+from gdsload.errors import CheckpointError, one_line
 from gdsload.report import size
 from gdsload.synthetic.model_shapes import MODELS
 from gdsload.system.progress_bar import progress_bar, stderr_is_terminal
@@ -79,7 +79,10 @@ def make_checkpoint(
     """
     from gdsload.synthetic import checkpoints
 
-    total = checkpoints.total_bytes(model, layers)
+    try:
+        total = checkpoints.total_bytes(model, layers)
+    except CheckpointError as error:  # it has fewer layers
+        raise click.UsageError(str(error)) from error
     found = checkpoints.holds(directory, model, layers=layers, seed=seed)
     if not found:
         with progress_bar(stderr_is_terminal(), total, title=model) as advance:
