@@ -205,6 +205,7 @@ def test_help_of_run_is_printed(option: str) -> None:
     ended = process(COMMAND, "run", option)
     assert ended.returncode == 0
     assert ended.stdout.startswith("Usage: gdsload run")
+    assert max(map(len, ended.stdout.splitlines())) <= 80
     for name in ("--model", "--device", "--tier", "-m MODULE"):
         assert f"  {name}" in ended.stdout
 
@@ -296,6 +297,15 @@ def test_run_says_that_its_prefetch_cannot_use_the_gpu(
 # --- exit codes --------------------------------------------------------------------------------
 
 
+def test_help_of_80_columns_has_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], ["cache"], ["bench"]):
+        assert "..." not in run(*words, "--help").stdout.partition("Commands:")[2]
+    text = " ".join(run("load", "--help").stdout.split())
+    assert "Number of loads. [default: 1;" in text
+    assert text.count("0:16, 5, or 2: for all from 2") == 2
+
+
 def test_version_and_help_are_printed() -> None:
     assert run("--version").stdout.startswith("gdsload, version 0.")
     result = run("--help")
@@ -312,6 +322,7 @@ def test_version_and_help_are_printed() -> None:
         ["load", "x", "--repeat", "0"],
         ["plan", "x", "--window", "lots"],
         ["make-checkpoint", "gpt-9", "x"],
+        ["make-checkpoint", "tiny", "x", "--layers", "99"],
     ],
 )
 def test_wrong_arguments_exit_with_2(words: Sequence[str]) -> None:
@@ -351,9 +362,11 @@ def test_closed_pipe_exits_with_141_in_silence(words: Sequence[str], tiny_checkp
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_full_disk_behind_stdout_is_an_error(tiny_checkpoint: Path) -> None:
+@pytest.mark.parametrize("words", [["inspect", "SOURCE"], ["--help"], ["load", "--help"]])
+def test_full_disk_behind_stdout_is_an_error(words: list[str], tiny_checkpoint: Path) -> None:
+    words = [str(tiny_checkpoint) if word == "SOURCE" else word for word in words]
     with open("/dev/full", "w") as full:
-        ended = process(COMMAND, "inspect", tiny_checkpoint, stdout=full)
+        ended = process(COMMAND, *words, stdout=full)
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
     assert "No space left" in ended.stderr

@@ -30,14 +30,15 @@ HELP = f"""{USAGE}
 
   Runs a Python script or module that loads its transformers models by gdsload.
 
-  With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, a prefetch starts before the
-  script imports anything.
+  With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, a
+  prefetch starts before the script imports anything.
 
 Options, in front of the script (-v, -vv and --debug: in front of "run"):
-  --model SOURCE   The checkpoint to prefetch: a file, a directory, a cached model or a URL.
+  --model SOURCE   The checkpoint to prefetch: a file, a directory, a cached
+                   model or a URL.
   --device DEVICE  Where the script needs it: cpu (the default), cuda, cuda:1.
-  --tier TIER      memory (the default): for the load of this script. pagecache: fill the page
-                   cache only, for all processes.
+  --tier TIER      memory (the default): for the load of this script.
+                   pagecache: fill the page cache only, for all processes.
   -m MODULE        Run a module instead of a script.
   -h, --help       Show this message and exit."""
 OPTIONS = ("--model", "--device", "--tier")

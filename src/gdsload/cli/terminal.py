@@ -30,6 +30,17 @@ _BYTES = r"(\d{1,18})(?:\.(\d{1,18}))?\s*([KMGT]?)(I?B)?"  # int() takes 4,300 d
 class Commands(click.Group):
     """The group of all commands. A command returns its exit code; errors become one line."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parses the arguments, which prints the help if it is asked for."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except OSError as error:
+            closed = isinstance(error, BrokenPipeError)
+            if not closed:
+                click.echo(f"gdsload: {error}", err=True)
+            _flush_or_forget()
+            raise click.exceptions.Exit(PIPE_CLOSED if closed else 1) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command and flushes its output."""
         try:
@@ -164,9 +175,9 @@ names_of = _options(
                  help="Only tensors of this name, or that match this glob or re:REGEX; may be"
                  " repeated."),
     click.option("--layers", metavar="FIRST:END", type=Numbers(),
-                 help="Only tensors of these layers."),
+                 help="Only tensors of these layers: 0:16, 5, or 2: for all from 2."),
     click.option("--experts", metavar="FIRST:END", type=Numbers(),
-                 help="Only tensors of these experts."),
+                 help="Only tensors of these experts: 0:16, 5, or 2: for all from 2."),
 )  # fmt: skip
 
 
