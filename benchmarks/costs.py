@@ -106,9 +106,10 @@ def notes(result: dict[str, Any]) -> str:
     repeats = several(result["repeats"], "repeat")
     lines = [
         records.described(result),
-        f"{repeats} in one process, after one that is not counted; data are holes of"
-        " sparse files, read by direct I/O: no disk is in these figures",
-        "beside reading: opening, planning, memory, handing over and giving back",
+        f"{repeats} in one process, after one that is not counted; the files are"
+        " sparse (holes without data), read by direct I/O: no time is spent on a disk",
+        "beside reading: the seconds that are not spent on reads, but on opening files, planning,"
+        " allocating memory, handing over tensors and freeing them",
     ]
     each = per_tensor(result["sections"])
     if each is not None and result["sections"].get(PLANS):

@@ -21,12 +21,17 @@ from . import layout, machine, places, values
 
 FORMAT = 2
 INTERRUPTED = 130  # the exit status after Ctrl-C
+WRONG_ARGUMENTS = 2  # the exit status, as of argparse
 DIGITS = 6  # of a stored number: no table shows as many
 T = TypeVar("T")
 
 
 class Refused(Exception):
     """A measurement that is inconsistent, or was not possible: it has no result."""
+
+
+class WrongArguments(Refused):
+    """Arguments that name nothing to measure."""
 
 
 def record(kind: str, beside: Path, **facts: Any) -> dict[str, Any]:
@@ -148,6 +153,9 @@ def publish(
     machine.note_start()
     try:
         result, name = measure()
+    except WrongArguments as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return WRONG_ARGUMENTS
     except Refused as error:
         print(f"{prog}: no result: {error}", file=sys.stderr)
         return 1
@@ -190,7 +198,10 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", help="write a checkpoint with this model's shapes, and use it")
     parser.add_argument(
-        "--dir", type=Path, default=Path(), help="parent directory of the checkpoint of --model"
+        "--dir",
+        type=Path,
+        default=Path(),
+        help="parent directory of the checkpoint of --model (default: the current directory)",
     )
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint of --model")
     parser.add_argument(
@@ -232,9 +243,13 @@ def source_of(options: argparse.Namespace) -> Iterator[Path]:
     Raises Refused if they name none, or two, or missing files.
     """
     if (options.source is None) == (options.model is None):
-        raise Refused("name a checkpoint: a directory or a file, or --model NAME [--dir DIR]")
+        raise WrongArguments(
+            "name a checkpoint: a directory or a file, or --model NAME [--dir DIR]"
+        )
     if options.source is not None:
         source = options.source.absolute()
+        if not source.exists():
+            raise Refused(f"{options.source}: no such file or directory")
         if not source.is_file() and not any(source.glob("*.safetensors")):
             raise Refused(f"there is no .safetensors file in {options.source}")
         yield source
@@ -243,7 +258,7 @@ def source_of(options: argparse.Namespace) -> Iterator[Path]:
     from gdsload.synthetic.model_shapes import MODELS
 
     if options.model not in MODELS:
-        raise Refused(f"no model {options.model!r}: there are {', '.join(MODELS)}")
+        raise WrongArguments(f"no model {options.model!r}: there are {', '.join(MODELS)}")
     target = (options.dir / options.model).absolute()
     there = checkpoints.holds(target, options.model)
     known = target.exists()

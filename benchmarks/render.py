@@ -68,7 +68,7 @@ KINDS = {
     "best": Shown(tables.title, tables.table, tune.notes),
     "compare": Shown(tables.title, compare.table, compare.notes),
     "io": Shown(sweep.title, sweep.table, sweep.notes),
-    "scale": Shown(lambda result: "What a load costs beside the disk", costs.table, costs.notes),
+    "scale": Shown(lambda result: "The cost of a load without the disk", costs.table, costs.notes),
     "start": Shown(start.title, start.table, start.notes),
     "pipeline": Shown(pipeline.title, pipeline.table, pipeline.notes),
     "first-call": Shown(first_call.title, first_call.table, first_call.notes),

@@ -58,7 +58,11 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=values.whole, default=5, metavar="N", help="runs of each step (default 5)"
     )
-    parser.add_argument("--dir", type=Path, help="directory for sparse files; they are removed")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="directory for sparse files; they are removed (default: the temporary directory)",
+    )
     parser.add_argument(
         "--most-bytes", type=values.size, metavar="BYTES", help="largest file (64M)"
     )

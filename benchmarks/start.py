@@ -149,7 +149,14 @@ def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
         for arm in ARMS:  # what it imports, also late, is compiled and in the page cache
             child(arm, source, bytecode)
         turns = [arm for turn in range(rounds) for arm in records.in_turn(ARMS, turn)]
-        runs = [run(arm, source, bytecode) for arm in turns]
+        runs = []
+        for number, arm in enumerate(turns):
+            runs.append(run(arm, source, bytecode))
+            print(
+                f"  {number // len(ARMS) + 1}/{rounds} {arm}: {runs[-1]['seconds']:.3f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     sums = {one["checksum"] for one in runs if one["arm"] in MODELS}
     if len(sums) != 1:
         raise Refused(f"the arms do not agree on the weights: {sums}")

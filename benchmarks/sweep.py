@@ -19,6 +19,7 @@ from typing import Any
 
 from gdsload.backends import find
 from gdsload.backends.posix.engines import ENGINES
+from gdsload.backends.registry import names
 from gdsload.errors import BackendUnavailable
 
 from . import records, tables, values
@@ -70,6 +71,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         "--engine",
         nargs="+",
         default=list(ENGINES),
+        choices=ENGINES,
+        metavar="ENGINE",
         help=f"engines of posix (default {' '.join(ENGINES)})",
     )
     parser.add_argument(
@@ -84,6 +87,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         help="seconds of each measurement (default 0.3)",
     )
     options = parser.parse_args(words)
+    for backend in set(options.backend) - set(names()):
+        parser.error(f"--backend {backend}: unknown (available: {', '.join(names())})")
     uneven = [block for block in options.block if block % PAGE_BYTES]
     if uneven:
         parser.error(f"--block {uneven[0]}: direct reads are of whole {PAGE_BYTES} bytes")
@@ -234,9 +239,9 @@ def published() -> str:
     ]
     head = ["block size B", *(f"{engine} GB/s" for engine in NIXL_BENCH)]
     return (
-        "nixlbench as published, batch size 1, another machine and its disk; nobody held what"
-        " arrived against the file, and the rates of LINUXAIO above those of the others are none of"
-        f" one disk\n\n{tables.markdown(head, rows)}"
+        "Published by nixlbench, batch size 1, on another machine. Its results were not compared"
+        " with the file; LINUXAIO rates above the others exceed one disk."
+        f"\n\n{tables.markdown(head, rows)}"
     )
 
 

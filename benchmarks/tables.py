@@ -88,7 +88,7 @@ LIMITS = {
 }
 HEAD = (
     "arm", "median s", "min to max", "IQR", "GB/s", "of limit", "load s", "touch s", "CPU s/GB",
-    "peak RSS GB", "of it file", "faults minor", "major", "disk read GB",
+    "peak RSS GB", "page cache share", "faults minor", "major", "disk read GB",
 )  # fmt: skip
 
 
@@ -214,7 +214,8 @@ def notes(result: dict[str, Any]) -> str:
     rehearsal = " and one small rehearsal" if state["rehearsal"] else ""
     lines = [
         described(result),
-        f"cache: {', '.join(state['cache'])}, residency checked before each clock; {memory}",
+        f"page cache: {', '.join(state['cache'])}, its content checked before each measurement;"
+        f" {memory}",
         f"arms in turn, each run in a fresh process, imports{rehearsal} outside the clock; every"
         f" byte summed {summed}; {agreed(result)}",
     ]

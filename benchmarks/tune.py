@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from . import cold, records, tables
-from .records import Refused
+from .records import WrongArguments
 
 QUEUE = "runai:RUNAI_STREAMER_FS_QUEUE_DEPTH={},RUNAI_STREAMER_FS_CHUNK_BYTESIZE={}"
 # numpy asks for huge pages for what runai reads into: dear where the host must find them first.
@@ -68,11 +68,13 @@ def main(words: list[str] | None = None) -> int:
 
     def measured() -> tuple[dict[str, Any], str]:
         if len(options.state) > 1:
-            raise Refused("--state: settings are chosen in one state of memory")
+            raise WrongArguments("--state: settings are chosen in one state of memory")
         unknown = [kind for kind in kinds if kind not in CANDIDATES]
         if unknown:
-            raise Refused(
-                f"--arms {unknown[0]}: there is nothing to choose from; of {', '.join(CANDIDATES)}"
+            kind = unknown[0].partition(":")[0]
+            raise WrongArguments(
+                f"--arms {unknown[0]}: tune has no settings of {kind} to compare; it takes:"
+                f" {', '.join(CANDIDATES)}"
             )
         options.arms = [label for kind in kinds for label in CANDIDATES[kind]]
         result = cold.bench(options)

@@ -82,8 +82,9 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 def failed(loading: asyncio.Task[None]) -> None:
     if not loading.cancelled() and (error := loading.exception()) is not None:
-        state["error"] = str(error)
-        log.error("the model cannot be loaded: %s", error)
+        # gdsload's error names the file; that of transformers may be about a hub.
+        state["error"] = prefetch.report.failure or str(error)
+        log.error("the model cannot be loaded: %s", state["error"])
 
 
 app = FastAPI(lifespan=lifespan)

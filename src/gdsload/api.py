@@ -19,6 +19,7 @@ from gdsload.backends.registry import find
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.checkpoint.locate import title_of
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
@@ -38,7 +39,6 @@ from gdsload.planning.read_plan import (
     plan_reads,
     ranges_of,
 )
-from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport
 from gdsload.system import device_name
 from gdsload.system.progress_bar import progress_bar
@@ -310,7 +310,7 @@ def load_into(
     only = None if device is None else device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     targets = destinations.named_tensors(tensors)
-    report = LoadReport(shown_source(os.fsdecode(source)), on_event=on_event)
+    report = LoadReport(title_of(source), on_event=on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
@@ -415,6 +415,7 @@ def stream(
         raise ValueError(f'order={order!r} must be "file" or "layers"')
     if window_bytes < 1:
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
+    title_of(source)  # or TypeError
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
@@ -489,15 +490,13 @@ class _LoadCall(NamedTuple):
     def opened(self) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
         """A session for the load, what it reads, and the function for its progress bar."""
         source, settings, target = self.source, self.settings, self.target
-        single = isinstance(source, (str, bytes, os.PathLike))
-        title = shown_source(os.fsdecode(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
-        report = LoadReport(title, device=target, on_event=settings.on_event)
+        report = LoadReport(title_of(source), device=target, on_event=settings.on_event)
         with report.whole(), ExitStack() as stack:
             device_init = None
             if device_name.device_kind(target) == "cuda":
                 from gdsload.loading.device_init import begin
 
-                paths: Any = [source] if single else source
+                paths: Any = source if isinstance(source, (list, tuple)) else [source]
                 first = next(iter(paths), "")
                 if device_init := begin(target, settings.backend, settings.options, first):
                     stack.callback(device_init.join_briefly)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -55,6 +56,8 @@ def cold(source: Path, *words: object) -> Any:
         (["io", "x", "--block", "1000"], "direct reads are of whole 4096 bytes"),
         (["io", "x", "--batch", "0"], "'0' is not a whole number"),
         (["io", "x", "--threads", "two"], "'two' is not a whole number"),
+        (["io", "x", "--backend", "nonsense"], "--backend nonsense: unknown (available: gds"),
+        (["io", "x", "--engine", "nonsense"], "invalid choice: 'nonsense' (choose from"),
         (["io", "x", "--seconds", "-1"], "'-1' is no number of seconds"),
     ],
 )
@@ -73,9 +76,28 @@ def test_arguments_invalid_number_is_usage_error(words: list[str], said: str) ->
 )
 def test_arguments_unknown_model_lists_known_ones(words: list[str], tmp_path: Path) -> None:
     result = run("bench", *words, "--model", "nonsense", "--dir", tmp_path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no model 'nonsense': there are qwen3-0.6b," in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["cold", "io", "compare", "start", "engines", "tune"])
+def test_arguments_without_a_checkpoint_are_a_usage_error(command: str) -> None:
+    result = run("bench", command)
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1].startswith(f"bench {command}: name a checkpoint: ")
+
+
+def test_arguments_of_a_missing_file_name_it(tmp_path: Path) -> None:
+    result = run("bench", "io", tmp_path / "nope")
+    assert result.exit_code == 1
+    assert result.stderr == f"bench io: no result: {tmp_path}/nope: no such file or directory\n"
+
+
+@pytest.mark.parametrize("command", ["cold", "io", "compare", "start", "scale", "engines", "tune"])
+def test_help_says_the_default_of_its_directory(command: str) -> None:
+    text = " ".join(run("bench", command, "--help").output.split())
+    assert re.search(r"--dir DIR .{,60}\(default: the (current|temporary) directory\)", text), text
 
 
 @pytest.mark.usefixtures("disk")

@@ -147,5 +147,5 @@ def test_tune_invalid_settings_are_refused(
 
 def test_tune_unknown_kind_is_refused(tiny_checkpoint: Path) -> None:
     answer: Any = run("bench", "tune", tiny_checkpoint, "--arms", "gdsload:depth=4")
-    assert answer.exit_code == 1
-    assert "no result: --arms gdsload:depth=4: there is nothing to choose from" in answer.stderr
+    assert answer.exit_code == 2
+    assert "tune has no settings of gdsload to compare; it takes: bare, " in answer.stderr

@@ -98,7 +98,10 @@ def test_start_result_has_table_and_picture(
     assert "| prefetch |" in shown
     assert "+7%" in shown
     assert "within 10% was wanted: met" in shown
-    assert shown.splitlines()[3] in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert shown.splitlines()[3] in printed.out
+    assert printed.err.splitlines()[0] == "  1/5 imports: 3.000 s"
+    assert "  5/5 prefetch: 3.200 s" in printed.err.splitlines()
     assert pictures.drawing(result).text().count("3.20 s") == 1
     assert re.search(r"versions: torch \d\S+, transformers \d", start.notes(result))
     found["prefetch"]["seconds"] = [3.4] * 5

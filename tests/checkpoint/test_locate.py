@@ -272,7 +272,8 @@ def test_directory_without_safetensors_raises(tmp_path: Path) -> None:
     [
         ("", {}, "empty"),
         ("a\0b", {}, "NUL"),
-        ("hf://org/model", {}, "URL"),
+        ("hf://org/model", {}, "URLs of s3://, .*http://, https://, nixl://, replicas:// are read"),
+        ("~/model", {}, r"No such file or directory: ~/model \(~ is not expanded here\)"),
         ("/no/such/directory", {}, "No such file or directory"),
         ("./org/name", {}, "No such file or directory"),
         ("missing.safetensors", {}, "No such file or directory"),

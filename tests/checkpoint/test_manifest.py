@@ -151,10 +151,12 @@ def test_missing_manifest_names_the_command_and_the_source(path: str) -> None:
     with pytest.raises(CheckpointNotFound) as caught:
         read_manifest(path, "org/model")
     assert str(caught.value).endswith(
-        "there is no manifest; `gdsload manifest org/model` writes it"
+        f"there is no manifest; `gdsload manifest org/model --output {path}` writes it"
     )
     assert (caught.value.path, caught.value.errno) == (path, errno.ENOENT)
-    with pytest.raises(CheckpointNotFound, match="`gdsload manifest SOURCE` writes it"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"`gdsload manifest SOURCE --output .*` writes it"
+    ):
         read_manifest(path)
 
 

@@ -60,6 +60,14 @@ server.serve = serve
 main()
 """
 
+# A script that ends when everything about its prefetch has been printed.
+AFTER_THE_PREFETCH = """
+import threading
+for thread in threading.enumerate():
+    if thread.name == "gdsload-run":
+        thread.join()
+"""
+
 
 # --- inspect ------------------------------------------------------------------------------------
 
@@ -194,9 +202,33 @@ def test_progress_bar_is_shown_on_terminals_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_of_run_is_printed(option: str) -> None:
-    ended = process("from gdsload.__main__ import main; main()", "run", option)
+    ended = process(COMMAND, "run", option)
     assert ended.returncode == 0
     assert ended.stdout.startswith("Usage: gdsload run")
+    assert max(map(len, ended.stdout.splitlines())) <= 80
+    for name in ("--model", "--device", "--tier", "-m MODULE"):
+        assert f"  {name}" in ended.stdout
+
+
+@pytest.mark.parametrize("words", [["--modle"], ["--model", "x", "--modle"], ["-v"]])
+def test_run_refuses_an_unknown_option_in_front_of_the_script(words: list[str]) -> None:
+    result = run("run", *words, "serve.py")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert f"run has no option {words[-1]};" in result.stderr
+    assert all(name in result.stderr for name in ("--model", "--device", "--tier", "-m", "-v"))
+
+
+@pytest.mark.parametrize(("option", "lines"), [("-v", 1), ("-vv", 2)])
+def test_run_logs_if_verbose_was_given(option: str, lines: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import logging\n"
+        "log = logging.getLogger('gdsload.x')\n"
+        "log.info('reading'), log.debug('detail')\n"
+    )
+    logged = process(COMMAND, option, "run", script).stderr.splitlines()
+    ours = [line for line in logged if " gdsload.x: " in line]
+    assert ours == ["INFO gdsload.x: reading", "DEBUG gdsload.x: detail"][:lines]
 
 
 def test_run_passes_arguments_and_errors_of_the_script(tmp_path: Path) -> None:
@@ -240,18 +272,38 @@ def test_run_shows_errors_of_the_script_that_end_a_command_silently(
 def test_run_prints_its_help_and_the_failure_of_its_prefetch(tmp_path: Path) -> None:
     assert "Runs a Python script" in run("run", "--help").stdout
     script = tmp_path / "script.py"
-    script.write_text(
-        "import threading\n"
-        "for thread in threading.enumerate():\n"
-        "    if thread.name == 'gdsload-run':  # prints the failure\n"
-        "        thread.join()\n"
-    )
+    script.write_text(AFTER_THE_PREFETCH)
     ended = process(COMMAND, "run", "--model", tmp_path / "typo", script)
     assert ended.returncode == 0
     assert ended.stderr.startswith("gdsload: the prefetch failed: No such file or directory: ")
 
 
+@pytest.mark.parametrize("way", ["words", "environment"])
+def test_run_says_that_its_prefetch_cannot_use_the_gpu(
+    way: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AFTER_THE_PREFETCH)
+    device = "cuda:99"  # no machine has it
+    words, environment = ["--model", str(tiny_checkpoint), "--device", device], {}
+    if way == "environment":
+        words, environment = [], {"GDSLOAD_PREFETCH": f"{tiny_checkpoint}@{device}"}
+    ended = process(COMMAND, "run", *words, script, env=os.environ | environment)
+    assert ended.returncode == 0
+    assert ended.stderr.startswith(f"gdsload: the prefetch cannot use {device}: ")
+    assert ended.stderr.count("\n") == 1
+
+
 # --- exit codes --------------------------------------------------------------------------------
+
+
+def test_help_of_80_columns_has_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], ["cache"], ["bench"]):
+        assert "..." not in run(*words, "--help").stdout.partition("Commands:")[2]
+    text = " ".join(run("load", "--help").stdout.split())
+    assert "Number of loads. [default: 1;" in text
+    assert text.count("0:16, 5, or 2: for all from 2") == 2
 
 
 def test_version_and_help_are_printed() -> None:
@@ -270,6 +322,7 @@ def test_version_and_help_are_printed() -> None:
         ["load", "x", "--repeat", "0"],
         ["plan", "x", "--window", "lots"],
         ["make-checkpoint", "gpt-9", "x"],
+        ["make-checkpoint", "tiny", "x", "--layers", "99"],
     ],
 )
 def test_wrong_arguments_exit_with_2(words: Sequence[str]) -> None:
@@ -309,9 +362,11 @@ def test_closed_pipe_exits_with_141_in_silence(words: Sequence[str], tiny_checkp
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_full_disk_behind_stdout_is_an_error(tiny_checkpoint: Path) -> None:
+@pytest.mark.parametrize("words", [["inspect", "SOURCE"], ["--help"], ["load", "--help"]])
+def test_full_disk_behind_stdout_is_an_error(words: list[str], tiny_checkpoint: Path) -> None:
+    words = [str(tiny_checkpoint) if word == "SOURCE" else word for word in words]
     with open("/dev/full", "w") as full:
-        ended = process(COMMAND, "inspect", tiny_checkpoint, stdout=full)
+        ended = process(COMMAND, *words, stdout=full)
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
     assert "No space left" in ended.stderr

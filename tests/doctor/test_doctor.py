@@ -296,6 +296,8 @@ def test_backends_report_their_probe_and_left_out_plugins(
     assert found["plugin stale"].verdict == "no"
     assert "made for API 9.0" in found["plugin stale"].detail
     assert found["backend posix"].verdict in ("yes", "partly")
+    listed = [name for name in found if name.startswith("backend ")]
+    assert listed == sorted(listed)
 
 
 # --- storage ------------------------------------------------------------------------------------

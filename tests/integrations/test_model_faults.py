@@ -190,6 +190,12 @@ def test_broken_shard_raises(how: str, cache: str, mixture: Path, tmp_path: Path
     assert gdsload.last_report().read_bytes == 0
 
 
+@pytest.mark.parametrize("source", [None, 5, b"model"])
+def test_source_of_another_type_raises_before_a_hub_is_asked(source: Any) -> None:
+    with pytest.raises(TypeError, match=f"str or an os.PathLike, not {type(source).__name__}"):
+        gdsload.from_pretrained(source)
+
+
 def test_accelerated_entered_and_left_in_any_order_restores_transformers(mixture: Path) -> None:
     outer = gdsload.accelerated(cache="buffered")
     with outer:

@@ -273,6 +273,23 @@ def test_unknown_name_raises_checkpoint_error(path: Path, use: Any) -> None:
     assert caught.value.tensor == "gone"
 
 
+@pytest.mark.parametrize("source", [None, 5])
+@pytest.mark.parametrize(
+    "use",
+    [
+        gdsload.load_file,
+        gdsload.stream,  # when it is called, not with the first tensor
+        gdsload.safe_open,
+        gdsload.plan,
+        lambda source: gdsload.load_into({}, source),
+    ],
+)
+def test_source_of_another_type_raises_type_error(use: Any, source: object) -> None:
+    kind = type(source).__name__
+    with pytest.raises(TypeError, match=f"source must be a path, a URL or .*, not {kind}"):
+        use(source)
+
+
 def test_invalid_arguments_raise(path: Path) -> None:
     with pytest.raises(ValueError, match="cache='warm'"):
         gdsload.load_file(path, cache="warm")

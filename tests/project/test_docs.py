@@ -96,6 +96,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
     for document in DOCUMENTS:
         directory = tmp_path_factory.mktemp(document.stem)
         shutil.copytree(tiny_checkpoint, directory / "model")
+        (directory / "cache").mkdir()
         made[document] = Reader(document, directory)
     return made
 

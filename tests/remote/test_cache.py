@@ -690,6 +690,10 @@ def test_command_lists_and_removes_files(tmp_path: Path) -> None:
     wait_for(lambda: not answer("cache", "list", tmp_path)[0]["busy"])
     assert "removed 1 file" in run("cache", "clear", tmp_path).output
     assert answer("cache", "list", tmp_path) == answer("cache", "clear", tmp_path) == []
+    for command in ("list", "clear"):
+        refused = run("cache", command, tmp_path / "typo")
+        assert refused.exit_code == 1
+        assert refused.stderr == f"gdsload: {tmp_path}/typo: no such directory\n"
 
 
 @pytest.mark.parametrize("size", ["1e999", "-5", '"x"', "[" * 2000])

@@ -185,6 +185,18 @@ def test_file_at_the_path_raises(tmp_path: Path) -> None:
         checkpoints.write("tiny", tmp_path / "model")
 
 
+def test_directory_without_permission_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", ".x.1.partial")
+
+    monkeypatch.setattr(checkpoints.os, "mkdir", refuse)  # root would be allowed
+    with pytest.raises(CheckpointError, match=r"x: Permission denied$") as caught:
+        checkpoints.write("tiny", tmp_path / "x")
+    assert "partial" not in str(caught.value)
+
+
 def test_full_disk_raises_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
     with pytest.raises(CheckpointError, match=r"takes 1,503,\d+,\d+ bytes; 1,000,000,000 are free"):

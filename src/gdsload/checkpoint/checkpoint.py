@@ -33,6 +33,7 @@ from gdsload.checkpoint.locate import (
     locate,
     path_text,
     shard_paths,
+    title_of,
 )
 from gdsload.checkpoint.selection import Names, chosen, no_such_tensor
 from gdsload.checkpoint.shard import (
@@ -380,6 +381,7 @@ class Lookup(NamedTuple):
                 header_limit=self.header_limit,
                 stall_seconds=self.stall_seconds,
             )
+        title_of(source)  # or TypeError
         return Checkpoint.open(source, **self._asdict())  # type: ignore[arg-type]
 
 

@@ -130,7 +130,8 @@ def locate(
                 return _from_index(LocalDirectory(folder), name, title, limit)
             return CheckpointFiles(title, (ShardPath(os.path.basename(title), title),))
         if not _HUB_ID.fullmatch(title) or title.endswith((_SUFFIX, ".json")):
-            raise _not_found(f"No such file or directory: {title}", title)
+            hint = " (~ is not expanded here)" if title.startswith("~") else ""
+            raise _not_found(f"No such file or directory: {title}{hint}", title)
         directory = _snapshot(title, revision, cache_dir)
     if subfolder:
         directory = os.path.join(directory, subfolder)
@@ -187,6 +188,17 @@ def shard_paths(files: Sequence[str], cache_dir: PathLike | None = None) -> tupl
 def _shard_path(directory: Directory, name: str) -> ShardPath:
     remote = directory if isinstance(directory, RemoteDirectory) else None
     return ShardPath(name, directory.path_of(name), remote)
+
+
+def title_of(source: PathLike | Sequence[PathLike]) -> str:
+    """The name of a source, or the number of its files, for reports. Raises TypeError."""
+    if isinstance(source, (list, tuple)):
+        return f"{len(source)} files"
+    if not isinstance(source, (str, bytes, os.PathLike)):
+        kind = type(source).__name__
+        raise TypeError(f"source must be a path, a URL or a list of them, not {kind}")
+    title: str = shown_source(os.fsdecode(source))
+    return title
 
 
 def path_text(path: PathLike) -> str:

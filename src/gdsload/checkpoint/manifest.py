@@ -90,12 +90,14 @@ def manifest_path(checkpoint: Checkpoint) -> str:
 def manifest_of(checkpoint: Checkpoint) -> Manifest:
     """The manifest beside the first shard. Raises as `read_manifest`."""
     path, first = manifest_path(checkpoint), checkpoint.shards[0]
-    if first.directory is None:
-        return read_manifest(path, checkpoint.source, checkpoint.stall_seconds)
+    output = "" if first.directory is None else " --output FILE"
     try:
-        raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)
+        if first.directory is None:
+            raw = _read(path, checkpoint.stall_seconds)
+        else:
+            raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)
     except CheckpointNotFound as error:
-        raise _absent(path, f"{checkpoint.source} --output FILE", error) from None
+        raise _absent(path, f"{checkpoint.source}{output}", error) from None
     return parse_manifest(raw, path)
 
 
@@ -110,11 +112,16 @@ def read_manifest(
         StallError: The storage did not answer for `stall_seconds`.
     """
     try:
-        # In a thread, so that a hung mount cannot block Ctrl-C.
-        (raw,) = parallel_map(_text_of, [path], path_of=str, stall_seconds=stall_seconds)
+        raw = _read(path, stall_seconds)
     except CheckpointNotFound as error:
-        raise _absent(path, source, error) from None
+        raise _absent(path, f"{source} --output {path}", error) from None
     return parse_manifest(raw, path)
+
+
+def _read(path: str, stall_seconds: float) -> bytes:
+    # In a thread, so that a hung mount cannot block Ctrl-C.
+    (raw,) = parallel_map(_text_of, [path], path_of=str, stall_seconds=stall_seconds)
+    return raw
 
 
 def _text_of(path: str) -> bytes:
@@ -127,9 +134,9 @@ def _text_of(path: str) -> bytes:
         close_files([fd])
 
 
-def _absent(path: str, source: str, error: CheckpointNotFound) -> CheckpointNotFound:
+def _absent(path: str, arguments: str, error: CheckpointNotFound) -> CheckpointNotFound:
     return CheckpointNotFound(
-        f"{path}: there is no manifest; `gdsload manifest {source}` writes it",
+        f"{path}: there is no manifest; `gdsload manifest {arguments}` writes it",
         path=path,
         errno=error.errno,
     )

@@ -17,9 +17,9 @@ from gdsload.cli.integrity import manifest, verify
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
 from gdsload.cli.serving import serve
-from gdsload.cli.terminal import INTERRUPTED, Commands, common, json_of, show_json
+from gdsload.cli.terminal import VERBOSE, Commands, common, json_of, show_json
 from gdsload.cli.warming import warmup
-from gdsload.errors import one_line
+from gdsload.errors import CheckpointError, one_line
 from gdsload.report import size
 from gdsload.synthetic.model_shapes import MODELS
 from gdsload.system.progress_bar import progress_bar, stderr_is_terminal
@@ -79,7 +79,10 @@ def make_checkpoint(
     """
     from gdsload.synthetic import checkpoints
 
-    total = checkpoints.total_bytes(model, layers)
+    try:
+        total = checkpoints.total_bytes(model, layers)
+    except CheckpointError as error:  # it has fewer layers
+        raise click.UsageError(str(error)) from error
     found = checkpoints.holds(directory, model, layers=layers, seed=seed)
     if not found:
         with progress_bar(stderr_is_terminal(), total, title=model) as advance:
@@ -95,35 +98,16 @@ def make_checkpoint(
     short_help="Run a script that loads by gdsload.",
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    options_metavar="",
 )
-@click.argument(
-    "arguments",
-    nargs=-1,
-    required=True,
-    type=click.UNPROCESSED,
-    metavar="[--model SOURCE [--device DEVICE] [--tier TIER]] (SCRIPT | -m MODULE) [ARGUMENT]...",
-)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Runs a Python script that loads its transformers models by gdsload.
-
-    With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, a prefetch starts before
-    the script imports anything; --tier pagecache only fills the page cache.
-    """
-    if arguments[0] in ("-h", "--help"):  # later ones are options of the script
-        click.echo(ctx.get_help())
-        return
+    """Runs a Python script that loads its transformers models by gdsload."""
     from gdsload.cli.run_script import run as run_script
 
-    ctx.find_root().close()  # the logging of the script is not ours
-    try:
-        run_script(arguments)
-    except SystemExit:
-        raise
-    except BaseException as error:  # click would handle some of them itself
-        sys.excepthook(*sys.exc_info())
-        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+    if not ctx.meta.get(VERBOSE):
+        ctx.find_root().close()  # the logging of the script is not ours
+    run_script(arguments)
 
 
 for _command in (inspect, plan, load, manifest, verify, warmup, serve, cache, bench):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import click
 
 from gdsload.cli import terminal
-from gdsload.errors import one_line
+from gdsload.errors import GdsloadError, one_line
 from gdsload.remote.cache import LocalCache
 from gdsload.report import count, size
 
@@ -21,13 +22,19 @@ def cache() -> None:
     """
 
 
+def _cache_in(directory: str) -> LocalCache:
+    if not os.path.isdir(directory):
+        raise GdsloadError(f"{one_line(directory)}: no such directory")
+    return LocalCache(directory)
+
+
 @cache.command("list", short_help="List the cached files.")
 @click.argument("directory", type=click.Path(file_okay=False))
 @terminal.json_of
 @terminal.common
 def list_files(directory: str, as_json: bool) -> None:
     """Lists the cached files, those that were used last first."""
-    found = sorted(LocalCache(directory).entries(), key=lambda each: -each.used)
+    found = sorted(_cache_in(directory).entries(), key=lambda each: -each.used)
     if as_json:
         return terminal.show_json([each._asdict() for each in found])
     for each in found:
@@ -46,7 +53,7 @@ def list_files(directory: str, as_json: bool) -> None:
 @terminal.common
 def clear(directory: str, as_json: bool) -> None:
     """Removes all cached files that no process is reading."""
-    removed = LocalCache(directory).clear()
+    removed = _cache_in(directory).clear()
     if as_json:
         return terminal.show_json([each._asdict() for each in removed])
     total = sum(each.cached_bytes for each in removed)

@@ -5,6 +5,7 @@ torch is imported here, before the first measured load.
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import time
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gdsload import api
+from gdsload.backends import registry
+from gdsload.backends.posix.engines import ENGINES
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.cli import terminal
-from gdsload.errors import GdsloadError, one_line, shown
+from gdsload.errors import BackendUnavailable, GdsloadError, one_line, shown
 from gdsload.loading.settings import CACHES, ReadSettings
 from gdsload.memory import page_cache
 from gdsload.memory.tensors import flat_bytes
@@ -45,7 +48,9 @@ _OPTION = "An option of the backend; may be repeated."
     help="How the page cache is used.",
 )
 @click.option("--cold", is_flag=True, help="Empty the page cache first; fail if pages remain.")
-@click.option("--repeat", type=click.IntRange(1), default=1, help="Number of loads.")
+@click.option(
+    "--repeat", type=click.IntRange(1), default=1, show_default=True, help="Number of loads."
+)
 @click.option("--touch", is_flag=True, help="Add up every byte, as 64-bit words, after the load.")
 @click.option("--verify", is_flag=True, help="Compare every bit with the safetensors library.")
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a Chrome trace to this file.")
@@ -71,6 +76,8 @@ def load(
 ) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
     settings = settings_of(options) | ({"engine": engine} if engine else {})
+    if trace and not os.path.isdir(os.path.dirname(trace) or "."):
+        raise click.UsageError(f"--trace {one_line(trace)}: no such directory")
     names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
         paths = [shard.path for shard in checkpoint.shards]
@@ -80,8 +87,8 @@ def load(
         ReadSettings(backend, cache)
     except ValueError as error:  # they contradict each other
         raise click.UsageError(str(error)) from error
-    import torch  # noqa: F401  not part of the measured time of the first load
-
+    # It imports torch, which is not part of the measured time of the first load.
+    require_known(backend, settings.get("engine", "auto"), device)
     runs: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
     for number in range(repeat):
@@ -120,6 +127,20 @@ def load(
     if verify:
         number_of = count(len(tensors), "tensor")
         click.echo(f"verified: {number_of} as safetensors reads them, bit for bit")
+
+
+def require_known(backend: str, engine: object, device: str) -> None:
+    """Raises UsageError for a name that no machine has. One that cannot work here fails later."""
+    import torch
+
+    try:
+        if backend != "auto":
+            registry.find(backend)
+        torch.device(device)
+    except (BackendUnavailable, RuntimeError) as error:
+        raise click.UsageError(str(error).partition("\n")[0]) from error
+    if backend in ("auto", "posix") and engine not in ("auto", *ENGINES):
+        raise click.UsageError(f"unknown engine {engine!r} (available: {', '.join(ENGINES)})")
 
 
 def settings_of(options: Iterable[str]) -> dict[str, Any]:

@@ -17,14 +17,31 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from gdsload.errors import GdsloadError
+from gdsload.cli.terminal import INTERRUPTED
+from gdsload.errors import GdsloadError, one_line
 from gdsload.integrations.transformers.model import install
 from gdsload.readahead.prefetch import TIERS, Prefetch, PrefetchCancelled, prefetch
 from gdsload.remote.urls import shown_source
 from gdsload.system.threads import start_thread
 from gdsload.warmup import VARIABLE, from_environment
 
-USAGE = "usage: python -m gdsload run [--model source] (script.py | -m module) [argument ...]"
+USAGE = "Usage: gdsload run [OPTION]... (SCRIPT | -m MODULE) [ARGUMENT]..."
+HELP = f"""{USAGE}
+
+  Runs a Python script or module that loads its transformers models by gdsload.
+
+  With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, a
+  prefetch starts before the script imports anything.
+
+Options, in front of the script (-v, -vv and --debug: in front of "run"):
+  --model SOURCE   The checkpoint to prefetch: a file, a directory, a cached
+                   model or a URL.
+  --device DEVICE  Where the script needs it: cpu (the default), cuda, cuda:1.
+  --tier TIER      memory (the default): for the load of this script.
+                   pagecache: fill the page cache only, for all processes.
+  -m MODULE        Run a module instead of a script.
+  -h, --help       Show this message and exit."""
+OPTIONS = ("--model", "--device", "--tier")
 # The exit code of `python` for a script that it cannot open, and of this command for its arguments.
 NOT_FOUND = WRONG_ARGUMENTS = 2
 # What the interpreter itself calls for `python -m`. `runpy.run_module` and `run_path` restore the
@@ -56,7 +73,7 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
     wanted = {"tier": "memory", "device": "cpu"}
     given: list[str] = []
     rest = list(words)
-    while rest and rest[0].partition("=")[0] in ("--model", "--device", "--tier"):
+    while rest and rest[0].partition("=")[0] in OPTIONS:
         name, equals, value = rest.pop(0).partition("=")
         if not equals:
             if not rest:
@@ -64,6 +81,11 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
             value = rest.pop(0)
         wanted[name[2:]] = value
         given.append(name)
+    if rest and rest[0].startswith("-") and rest[0] != "-m":
+        raise _wrong(
+            f"gdsload: run has no option {one_line(rest[0])}; it has {', '.join(OPTIONS)}, -m, -h"
+            ' (-v and --debug go before "run")'
+        )
     if not given:
         try:
             return from_environment(), rest
@@ -80,14 +102,17 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
         raise _wrong(f"gdsload: --model {shown_source(wanted['model'])}: {error}") from None
 
 
-def _report_failure(ahead: Prefetch) -> None:
-    """Prints why a prefetch failed: the script knows nothing of it, and loads without it."""
+def _report_problems(ahead: Prefetch) -> None:
+    """Prints why a prefetch failed, or read to host memory instead of the GPU's: the script knows
+    nothing of it, and loads without it."""
     try:
         ahead.wait()
     except PrefetchCancelled:
         pass  # by the end of the process
     except GdsloadError as error:
         print(f"gdsload: the prefetch failed: {error}", file=sys.stderr)
+    if refusal := ahead.report.refusals.get(ahead.report.device):
+        print(f"gdsload: the prefetch cannot use {ahead.report.device}: {refusal}", file=sys.stderr)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -99,14 +124,16 @@ def run(arguments: Sequence[str]) -> None:
             anything.
 
     Raises:
-        SystemExit: There is no script, or it cannot be run. Errors of the script are not caught.
+        SystemExit: There is no script, it cannot be run, or it has ended with an error, whose
+            traceback is printed.
     """
+    if list(arguments[:1]) in (["-h"], ["--help"]):  # later ones are options of the script
+        print(HELP)
+        return
     ahead, arguments = from_words(arguments)
     if ahead is not None:
-        start_thread(partial(_report_failure, ahead), "gdsload-run")
+        start_thread(partial(_report_problems, ahead), "gdsload-run")
     module = arguments[:1] == ["-m"]
-    # Python has put a directory in front, which the script does not need; but not with `python -P`.
-    safe_path = bool(getattr(sys.flags, "safe_path", False))
     if not arguments[module:]:
         raise _wrong(USAGE)
     try:
@@ -114,6 +141,27 @@ def run(arguments: Sequence[str]) -> None:
     except GdsloadError as error:
         raise SystemExit(f"gdsload: {error}") from None
     sys.argv = list(arguments[module:])
+    try:
+        _run_main(module)
+    except SystemExit:
+        raise
+    except BaseException as error:  # click would handle some of them itself
+        _show_as_python(error)
+        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _show_as_python(error: BaseException) -> None:
+    """Prints the traceback of an error of the script, without the frames of this module."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    sys.excepthook(type(error), error.with_traceback(frames), frames)
+
+
+def _run_main(module: bool) -> None:
+    """Runs the script, or the module, that `sys.argv` names."""
+    # Python has put a directory in front, which the script does not need; but not with `python -P`.
+    safe_path = bool(getattr(sys.flags, "safe_path", False))
     main = sys.modules["__main__"] = ModuleType("__main__")
     path = os.path.abspath(sys.argv[0])
     if module:

@@ -21,13 +21,25 @@ from gdsload.checkpoint.selection import Names, Selection, experts, layers
 from gdsload.errors import GdsloadError, one_line
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as in a shell
-DEBUG = "gdsload.debug"  # key in the context's meta: show the traceback of errors
+# Keys in the context's meta: show the traceback of errors; -v was given.
+DEBUG, VERBOSE = "gdsload.debug", "gdsload.verbose"
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _BYTES = r"(\d{1,18})(?:\.(\d{1,18}))?\s*([KMGT]?)(I?B)?"  # int() takes 4,300 digits at most
 
 
 class Commands(click.Group):
     """The group of all commands. A command returns its exit code; errors become one line."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parses the arguments, which prints the help if it is asked for."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except OSError as error:
+            closed = isinstance(error, BrokenPipeError)
+            if not closed:
+                click.echo(f"gdsload: {error}", err=True)
+            _flush_or_forget()
+            raise click.exceptions.Exit(PIPE_CLOSED if closed else 1) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command and flushes its output."""
@@ -72,6 +84,7 @@ def _logs(ctx: click.Context, _: click.Parameter, count: int) -> None:
         ctx.call_on_close(lambda: log.setLevel(level))
         log.setLevel(logging.ERROR)
     if count:
+        ctx.meta[VERBOSE] = True
         log.setLevel(logging.INFO if count == 1 else logging.DEBUG)
 
 
@@ -162,9 +175,9 @@ names_of = _options(
                  help="Only tensors of this name, or that match this glob or re:REGEX; may be"
                  " repeated."),
     click.option("--layers", metavar="FIRST:END", type=Numbers(),
-                 help="Only tensors of these layers."),
+                 help="Only tensors of these layers: 0:16, 5, or 2: for all from 2."),
     click.option("--experts", metavar="FIRST:END", type=Numbers(),
-                 help="Only tensors of these experts."),
+                 help="Only tensors of these experts: 0:16, 5, or 2: for all from 2."),
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ COLD = 3  # the exit code if the page cache holds less than is wanted
 _POLL_SECONDS = 0.1
 
 
-@click.command()
+@click.command(short_help="Read a checkpoint into the page cache.")
 @terminal.source_of
 @click.option(
     "--tier",

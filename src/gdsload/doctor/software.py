@@ -55,7 +55,7 @@ def backends() -> list[Finding]:
     found, left_out = registry.discover()
     support = registry.probe_all("cpu")
     findings = []
-    for name in found:
+    for name in sorted(found):
         reaches = ", ".join(sorted(kind.upper() for kind in found[name].memory_kinds))
         if DRAM not in found[name].memory_kinds:
             findings.append(Finding(f"backend {name}", PARTLY, f"{reaches} only: not tried here"))

@@ -61,7 +61,7 @@ def _resident_pages(fd: int, offset: int, length: int) -> int:
         raise PermissionError(
             errno.EPERM,
             "the kernel reports the page cache of a file only to its owner and to users with"
-            " write access",
+            " write access: try as one of them, or as root",
         ) from refusal
     return system.mincore_pages(fd, offset, length)
 

@@ -107,7 +107,7 @@ def open_directory(url: str) -> RemoteDirectory:
     scheme = parts.scheme.lower()
     known = _CLASSES.get(scheme)
     if known is None:
-        schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https", "nixl"))
+        schemes = ", ".join(f"{name}://" for name in _CLASSES)
         raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
     if may_show_password(parts, url):
         raise CheckpointError(

@@ -14,6 +14,7 @@ HINT = "pip install 'gdsload[nixl]'"
 # The thread that makes progress waits for events, and looks by itself after this time. Without
 # readers it uses 0.4 % of a core.
 _PROGRESS_MICROSECONDS = 10_000
+SHARED_MEMORY = "/dev/shm"  # where UCX creates its queues
 
 
 def nixl_api() -> Any:
@@ -62,5 +63,7 @@ def new_agent(name: str, plugin: str, parameters: dict[str, str], *, progress: b
         agent.create_backend(plugin, dict(parameters))
     except Exception as error:  # NIXL has classes of its own, which derive from Exception
         reason = f"NIXL cannot create its backend {plugin}: {str(error) or type(error).__name__}"
+        if plugin == "UCX" and not os.access(SHARED_MEMORY, os.W_OK):
+            reason += f" (UCX needs a writable {SHARED_MEMORY}; in Docker, --shm-size mounts one)"
         raise BackendUnavailable(reason, {"nixl": reason}) from error
     return agent

@@ -29,8 +29,12 @@ BLOCK_BYTES = 1 << 20
 POOL_BYTES = 4 * BLOCK_BYTES
 # Left free for other users of the disk, and for the JSON files.
 SPARE_BYTES = 64 << 20
-# Failures that are not the disk's fault: it is full, or another process has written there.
-_EXPECTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EEXIST, errno.ENOTEMPTY}
+# Failures that are not the disk's fault: it is full, another process has written there, or this
+# user may not.
+_EXPECTED = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES,
+    errno.EPERM, errno.EROFS,
+}  # fmt: skip
 
 
 def write(
@@ -57,7 +61,8 @@ def write(
         The absolute path of ``directory``.
 
     Raises:
-        CheckpointError: The directory exists, the disk is or becomes full, or as for `shapes`.
+        CheckpointError: The directory exists, the disk is or becomes full, this user may not write
+            there, or as for `shapes`.
     """
     target = Path(directory).resolve()
     wanted = total_bytes(model, layers)
@@ -79,8 +84,8 @@ def write(
         )
     partial = parent / f".{target.name}.{os.getpid()}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
+        partial.mkdir()
         _write_files(partial, model, layers, seed, progress or (lambda written: None))
         if exists:
             for file in sorted(partial.iterdir(), key=_is_found_by):
