@@ -109,7 +109,8 @@ def from_pretrained(
     Example:
         model = gdsload.from_pretrained("model", dtype="bfloat16")
     """
-    if not isinstance(source, (str, os.PathLike)):  # transformers would ask a hub for "None"
+    # With a state_dict= transformers needs no source. Else it would ask a hub for "None".
+    if not isinstance(source, (str, os.PathLike)) and kwargs.get("state_dict") is None:
         raise TypeError(f"source must be a str or an os.PathLike, not {type(source).__name__}")
     inherited = hooks.active() or Options()
     if backend != "auto" and _means_its_own(backend, cls):
