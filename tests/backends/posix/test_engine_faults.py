@@ -278,7 +278,7 @@ def test_a_hang_is_a_stall_and_memory_stays(path: Path, faults: Faults, cache: s
 def test_the_next_load_works_beside_one_that_hangs(path: Path, faults: Faults) -> None:
     faults.script(rule(HANG, first=60_000, last=60_001))
     with pytest.raises(StallError):
-        gdsload.load_file(path, cache="direct", options=OPTIONS, stall_seconds=0.05)
+        gdsload.load_file(path, cache="direct", options=OPTIONS, stall_seconds=1.0)
     check(path, load(path))
 
 
