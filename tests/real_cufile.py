@@ -39,7 +39,7 @@ def facts_of(library: str, backend: str, request_bytes: int, sources: list[str])
     patch.setattr(device_batch, "empty", device_tensor)
     patch.setattr(device_name, "require_target", str)
     facts: dict[str, Any] = {"version": library_module.library().version, "paths": [], "equal": 0}
-    options = {"allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": request_bytes}
+    options = {"allow_compat": True, "request_bytes": request_bytes}
     for source in sources:
         for cache in ("auto", "buffered"):
             got = gdsload.load_file(

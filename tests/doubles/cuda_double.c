@@ -51,7 +51,7 @@ static int patience, held, sticky, weightless;
 static stream_t *all[ROOM];        /* streams that were created: never freed, but used again */
 static int all_count, working;     /* whether work of others goes on */
 static int64_t copies, copied, allocations, frees;
-static __thread context_t *stack[16];
+static __thread context_t *stack[1024];  /* libcufile pushes one for each entry of a batch */
 static __thread int depth, capture_mode;
 static int capturing, over, reports;
 enum { RELAXED = 2 };
@@ -204,13 +204,13 @@ EXPORT int cuda_double_is_device(const void *at, size_t length)
     pthread_mutex_unlock(&lock);
     return found;
 }
-/* The same, and it is of the context that is current in this thread: for cuFile. */
+/* The same, and it is of the context that is current in this thread: for cuFile. NULL: is there one? */
 EXPORT int cuda_double_reaches(const void *at, size_t length)
 {
     pthread_mutex_lock(&lock);
     breaks_capture("cuFile");
     range_t *found = range_of(device, ranges, at, length);
-    int reached = found && depth && found->context == stack[depth - 1];
+    int reached = at == NULL ? depth > 0 : found && depth && found->context == stack[depth - 1];
     pthread_mutex_unlock(&lock);
     return reached;
 }
@@ -336,7 +336,7 @@ EXPORT int cuCtxGetDevice(int *ordinal)
 EXPORT int cuCtxPushCurrent_v2(void *context)
 {
     ENTER(0);
-    if (depth == 16 || !context) return leave(INVALID);
+    if (depth == sizeof stack / sizeof *stack || !context) return leave(INVALID);
     if (!usable(__func__, context)) return leave(NO_CONTEXT);
     stack[depth++] = context;
     return leave(0);

@@ -100,6 +100,7 @@ EXPORT answer_t cuFileDriverClose_v2(void)
 {
     ENTER();
     OPENED();
+    if (!is_device(NULL, 0)) broken("closed without a current context");
     if (files || buffers) broken("closed with %d files and %d buffers known", files, buffers);
     is_open = started = 0;
     DONE(0);

@@ -211,14 +211,15 @@ cdef class CuFile:
         """
         self.call_within("cuFileDriverOpen", self.new_call(OPEN_DRIVER, device), seconds)
 
-    def close_driver(self, double seconds):
-        """Closes the driver, which ends its statistics. False if that takes longer than
-        ``seconds``. Raises CuFileFailure."""
+    def close_driver(self, object device, double seconds):
+        """Closes the driver, which ends its statistics, in the context of ``device``: without one,
+        its buffers would stay registered with CUDA. False if that takes longer than ``seconds``.
+        Raises CuFileFailure."""
         self.own()
         if self.api.driver_close == NULL:
             return False
         try:
-            self.call_within("cuFileDriverClose", self.new_call(CLOSE_DRIVER, None), seconds)
+            self.call_within("cuFileDriverClose", self.new_call(CLOSE_DRIVER, device), seconds)
         except TimeoutError:
             return False
         return True

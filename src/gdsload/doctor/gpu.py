@@ -104,11 +104,15 @@ def configuration() -> Finding:
     log = config.log_file(found)
     notes = [found.source or "its defaults", found.note, log and f"its log is {log}"]
     detail = "; ".join(filter(None, notes))
-    complaint = library.BatchLimits(
-        found.number("per_buffer_cache_size_kb", 1024) << 10,
-        found.number("max_device_cache_size_kb", 131072) << 10,
-        found.number("io_batchsize", 128),
-    ).complaint()
+    complaint = (
+        ""
+        if found.has_slabs
+        else library.BatchLimits(
+            found.number("per_buffer_cache_size_kb", 1024) << 10,
+            found.number("max_device_cache_size_kb", 131072) << 10,
+            found.number("io_batchsize", 128),
+        ).complaint()
+    )
     if complaint:
         why, _, hint = complaint.partition(": ")
         return Finding(name, PARTLY, f"{detail}; {why}", hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -132,6 +133,23 @@ def test_mode_is_reported(
         backend.release(load.request)
 
 
+def test_reads_whose_counts_another_request_got_have_the_paths_of_all(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuFile counts the reads of a driver, and not those of a request."""
+    doubles.set(native=gpudoubles.P2P)
+    counts = {"p2p": 100, "nvfs": 0, "posix": 50}
+    monkeypatch.setattr(library.Driver, "paths", lambda _: dict(counts))
+    with GdsMtBackend(**SMALL) as backend:
+        loads = [Load(backend, file) for _ in range(2)]
+        assert [load.finish() for load in loads] == [{}, {}]
+        counts["posix"] += 12
+        found = [backend.paths(load.request) for load in loads]
+        assert found == [{"gds_mt/posix": SIZE}] * 2
+        for load in loads:
+            backend.release(load.request)
+
+
 @pytest.mark.parametrize(
     ("gone", "why"),
     [
@@ -208,12 +226,53 @@ def test_log_variable_of_the_user_is_respected(
     assert doubles.log_path == os.environ["CUFILE_LOGFILE_PATH"] == "/somewhere/x.log"
 
 
-def test_invalid_settings_are_named(
+@pytest.mark.parametrize(("version", "asked"), [(1150, 0), (1160, 0), (1190, 0), (1200, 1)])
+def test_flags_of_p2p_are_asked_only_of_releases_that_keep_parameters(
+    version: int, asked: int, doubles: Doubles
+) -> None:
+    doubles.set(native=gpudoubles.P2P, version=version)
+    doubles.fault("cuFileDriverGetP2PFlags", CODE, 5030, times=-1)
+    library.opened("cuda:0", True)
+    assert doubles.struck == asked
+
+
+@pytest.mark.parametrize(
+    "text", ["5", '"x"', '{"properties": 5}', '{"execution": []}', '{"block": {"nvme": 5}}']
+)
+def test_settings_that_end_the_process_are_refused(
+    text: str, doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """libcufile calls terminate() for a section that is no object."""
+    (tmp_path / "own.json").write_text(text)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
+    with pytest.raises(BackendUnavailable, match=r"would end this process: .*own.json: .* object"):
+        library.opened("cuda:0", True)
+    assert doubles.cufile_log["opens"] == 0
+    found = doctor_gpu.configuration()
+    assert found.verdict == "no" and "object" in found.detail
+
+
+def test_sizes_of_slabs_are_left_to_cufile(
     doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slabs = {"slab_size_kb": [1024], "slab_count": [32]}
+    own = {"per_buffer_cache_size_kb": 16384, "gpu_bounce_buffer_slab_config": slabs}
+    text = json.dumps({"properties": own})
+    (tmp_path / "own.json").write_text(text)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
+    doubles.size(5, 512)
+    library.opened("cuda:0", True)
+    assert library.library().get_size(5) == 512
+    assert doctor_gpu.configuration().verdict == "yes"
+
+
+@pytest.mark.parametrize("code", [-22, 5002])
+def test_invalid_settings_are_named(
+    code: int, doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "own.json").write_text('{"properties": {')
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
-    doubles.fault("cuFileDriverOpen", CODE, -22)
+    doubles.fault("cuFileDriverOpen", CODE, code)
     with pytest.raises(BackendUnavailable, match=r"own.json\): it is not JSON"):
         library.opened("cuda:0", False)
 

@@ -55,6 +55,7 @@ class CuFileBackend(PumpBackend):
         self._handles: dict[int, int] = {}  # file number -> CUfileHandle_t
         self._files: list[tuple[int, int, bool]] = []  # (CUfileHandle_t, our descriptor, distant)
         self._counted: dict[str, int] = {}  # reads by I/O path, at the last look
+        self._counted_first: dict[str, int] = {}  # the same, when it was opened
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -86,7 +87,7 @@ class CuFileBackend(PumpBackend):
                 self.refusals[f"{self.name}/native"] = (
                     "cuFile has no native path here; its compatibility mode was allowed"
                 )
-            self._counted = self._driver.paths()
+            self._counted = self._counted_first = self._driver.paths()
         require_own_process(self._driver.pid, self.name)
         return self._driver
 
@@ -183,10 +184,14 @@ class CuFileBackend(PumpBackend):
         if driver is None:
             return {}
         counts = driver.paths()
-        reads = {path: counts[path] - self._counted.get(path, 0) for path in counts}
+        reads, all_reads = (
+            {path: counts[path] - before.get(path, 0) for path in counts}
+            for before in (self._counted, self._counted_first)
+        )
         self._counted = counts
-        # Without counts (before 1.15, or of batches) only the mode of the driver is known.
-        parts = shares_of(total, reads) or {driver.mode: total}
+        # Another request of this load may have got its counts. Without any (before 1.15, or of
+        # batches) only the mode of the driver is known.
+        parts = shares_of(total, reads) or shares_of(total, all_reads) or {driver.mode: total}
         return {f"{self.name}/{path}": nbytes for path, nbytes in parts.items()}
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 _PATH, _LOG = "CUFILE_ENV_PATH_JSON", "CUFILE_LOGFILE_PATH"
 _SYSTEM = "/etc/cufile.json"
+_SECTIONS = ("logging", "profile", "execution", "properties", "fs", "block", "miscellaneous")
 # A string, which may contain the marks of a comment; or a comment, which cuFile allows.
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
@@ -26,12 +27,14 @@ class Settings(NamedTuple):
         sections: The values, by section.
         fault: Why cuFile does not open with them, or "".
         note: What else is unusual about them, or "".
+        aborts: Whether cuFile ends the process when it opens with them.
     """
 
     source: str
     sections: Mapping[str, Any]
     fault: str = ""
     note: str = ""
+    aborts: bool = False
 
     def number(self, name: str, default: int) -> int:
         """A number in the section "properties"."""
@@ -40,6 +43,12 @@ class Settings(NamedTuple):
 
     def has(self, section: str, name: str) -> bool:
         return name in self._section(section)
+
+    @property
+    def has_slabs(self) -> bool:
+        """Whether the buffers of batches are slabs of several sizes (1.17 and newer). Then the
+        sizes of one buffer and of its pool do not count."""
+        return self.has("properties", "gpu_bounce_buffer_slab_config")
 
     @property
     def has_log_directory(self) -> bool:
@@ -67,7 +76,21 @@ def settings(root: str = "/") -> Settings:
         found = json.loads(_TOKEN.sub(_without_comment, text))
     except (ValueError, RecursionError) as error:
         return Settings(source, {}, fault=f"it is not JSON: {error}")
+    if why := _no_objects(found):
+        return Settings(source, {}, fault=why, aborts=True)
     return Settings(source, found if isinstance(found, dict) else {})
+
+
+def _no_objects(found: Any) -> str:
+    """What should be an object of JSON, and is none; or ""."""
+    if not isinstance(found, dict):
+        return "" if found is None or isinstance(found, list) else "it is no object of JSON"
+    sections = {name: found[name] for name in _SECTIONS if name in found}
+    block = sections.get("block")
+    if isinstance(block, dict):
+        sections |= {f"block.{name}": value for name, value in block.items()}
+    wrong = [n for n, value in sections.items() if value is not None and type(value) is not dict]
+    return f"{', '.join(wrong)} should be an object" if wrong else ""
 
 
 def _without_comment(token: re.Match[str]) -> str:

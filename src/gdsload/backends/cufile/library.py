@@ -39,7 +39,7 @@ LAST_STATISTICS_SECONDS = 0.02
 # storage that does not answer, it hangs.
 REGISTER_SECONDS = 10.0
 
-# The largest part of one read, as in NVIDIA's file. cuFile before 1.20 splits a read into parts of
+# The largest part of one read, as in NVIDIA's file. cuFile before 1.19 splits a read into parts of
 # 1 MiB, one after the other.
 DIRECT_IO_KB = 16384
 
@@ -49,8 +49,12 @@ _ALLOW_COMPAT, _PARALLEL_IO, _USE_P2PDMA = 1, 4, 7
 # CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
 _NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
 
+# The code of settings that cuFile does not understand, from 1.19 on; before, it is below zero.
+_BAD_SETTINGS = 5002
+
 # The error codes of cuFile that a user is likely to see.
 MEANINGS = {
+    _BAD_SETTINGS: "cuFile does not take its settings",
     5001: "nvidia-fs is not loaded, and compatibility mode was not allowed",
     5007: "GPUDirect Storage does not work on this platform",
     5008: "GPUDirect Storage does not work on this file",
@@ -107,8 +111,9 @@ class Driver(quiesce.Holder):
     `mode` is the path that it uses: `NVFS`, `P2P` or `COMPAT`.
     """
 
-    def __init__(self, library: CuFile) -> None:
-        self.library = library
+    def __init__(self, library: CuFile, owner: Device) -> None:
+        """`owner`: the device that it was opened for."""
+        self.library, self._owner = library, owner
         self.pid = os.getpid()
         facts = library.properties()
         self.mode = _mode(library, facts)
@@ -196,7 +201,7 @@ class Driver(quiesce.Holder):
     def _close(self) -> None:
         _driver.clear()
         try:
-            closed = self.library.close_driver(CLOSE_SECONDS)
+            closed = self.library.close_driver(self._owner, CLOSE_SECONDS)
         except OSError as error:  # no thread for the call, which was not made
             _driver.append(self)
             why = error.strerror
@@ -233,9 +238,10 @@ def _mode(library: CuFile, facts: dict[str, int]) -> str:
     if facts["nvfs_major"] > 0:
         return NVFS
     version = library.version
-    # The feature bit came with 1.16; before, it was a kind of filesystem.
+    # The feature bit came with 1.16; before, it was a kind of filesystem. Asked for the flags, 1.16
+    # to 1.19 forget the parameters that were set.
     if version >= 1160:
-        flags = library.p2p_flags(_NVME)
+        flags = library.p2p_flags(_NVME) if version >= 1200 else None
         p2p = facts["features"] >> _P2P_SUPPORTED & 1 and (flags is None or flags & 1)
     else:
         p2p = facts["filesystems"] >> _NVME_P2P & 1
@@ -380,6 +386,8 @@ def opened(device: str, allow_compat: bool) -> Driver:
 
 def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     settings = config.settings(ROOT)
+    if settings.aborts:
+        raise _latch(f"cuFile would end this process: {settings.source}: {settings.fault}")
     switches = {_ALLOW_COMPAT: allow_compat}
     # What the user has not set: reads are parallel already, and need no pool of cuFile's threads;
     # PCI P2PDMA is off by default.
@@ -391,14 +399,14 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     for parameter, value in switches.items():
         with suppress(CuFileFailure, NotSupported):  # before 1.14: checked when it is open
             found.set_bool(parameter, value)
-    if not settings.has("properties", "max_direct_io_size_kb"):
+    # With slabs of several sizes, 1.17 to 1.19 forget these if a size is set.
+    if not settings.has("properties", "max_direct_io_size_kb") and not settings.has_slabs:
         with suppress(CuFileFailure, NotSupported):
             found.set_size(_DIRECT_IO_KB, DIRECT_IO_KB)
+    owner = gpu.device(gpu.ordinal_of(device))
     try:
-        with config.log_elsewhere(settings):
-            owner = gpu.device(gpu.ordinal_of(device))
-            with _protected_stdin():
-                found.open_driver(owner, OPEN_SECONDS)
+        with config.log_elsewhere(settings), _protected_stdin():
+            found.open_driver(owner, OPEN_SECONDS)
     except TimeoutError as error:
         raise _latch(f"{error}: the call is abandoned") from error
     except (KeyboardInterrupt, SystemExit):  # of a signal: it may be open, or open later
@@ -409,19 +417,19 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
         raise BackendUnavailable(f"cuFile cannot be opened: {why}", {"cufile": why}) from error
     except CuFileFailure as error:
         why = explain(error.code) or str(error)
-        if error.code < 0 and settings.source:  # it did not understand them
+        if settings.source and (error.code < 0 or error.code == _BAD_SETTINGS):
             which = settings.fault or "its messages on stderr say which of them is wrong"
             why = f"it does not take its settings ({settings.source}): {which}"
         raise _latch(f"cuFile does not open: {why}") from error
     try:
-        driver = Driver(found)
+        driver = Driver(found, owner)
         if driver.mode != COMPAT or allow_compat:
             return driver
         why = "cuFile opened in compatibility mode only: it has no native path here"
     except CuFileFailure as error:
         why = f"cuFile opens, but does not say which path it has: {explain(error.code) or error}"
     with suppress(CuFileFailure, OSError):  # the failure is final anyway
-        found.close_driver(CLOSE_SECONDS)
+        found.close_driver(owner, CLOSE_SECONDS)
     raise _latch(why)
 
 
