@@ -2,8 +2,8 @@
 
 A `Pump` owns one engine and the thread that drives it. It keeps as many reads in flight as the engine
 takes and the storage answers soon, of the requests posted to it (request.pyx), oldest request first,
-each in its order. It decides what a completion means: short reads continue, refused direct reads become buffered, errors get one
-retry. It also applies the bandwidth limits that all pumps share.
+each in its order. It decides what a completion means: short reads continue, refused direct reads become
+buffered, errors get one retry. It also applies the bandwidth limits that all pumps share.
 
     post ─► fill ─► submit ─► engine (depth reads) ─► reap ─► handle ─► done, failed, or once more
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from functools import lru_cache
 from glob import glob
 from mmap import PAGESIZE
 from typing import NamedTuple
@@ -83,7 +84,15 @@ def distant_filesystem_of(path: str, status: os.stat_result) -> str:
 def is_overlay(fd: int) -> bool:
     """Whether an open file is in an overlay, as in a container: the files below it have the pages
     in the page cache, and the disk."""
-    return not os.major(os.fstat(fd).st_dev) and kind_of_file(fd) == "overlay"
+    status = os.fstat(fd)
+    if os.major(status.st_dev):  # a disk
+        return False
+    return _is_in_overlay(fd, status.st_dev, status.st_ino)
+
+
+@lru_cache(maxsize=8)  # asked again for each sample of a file
+def _is_in_overlay(fd: int, device: int, inode: int) -> bool:
+    return kind_of_file(fd) == "overlay"
 
 
 def read_ahead_bytes(device: int, overlay: bool) -> int | None:
