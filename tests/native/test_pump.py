@@ -70,7 +70,7 @@ def hanging(fd: int, faults: Faults, pump: Pump) -> tuple[Region, Request]:
     return region, request
 
 
-@pytest.mark.parametrize(("answered", "in_flight"), [(0, 32), (1, 39), (100, 200)])
+@pytest.mark.parametrize(("answered", "in_flight"), [(0, 32), (1, 47), (100, 200)])
 def test_reads_in_flight_grow_with_those_that_are_answered_soon(
     tmp_path: Path, faults: Faults, answered: int, in_flight: int
 ) -> None:

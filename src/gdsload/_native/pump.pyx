@@ -43,12 +43,12 @@ cdef enum:
     BACK_OFF_NS = 1000000      # after EAGAIN, so that a full device is not polled in a tight loop
     # What an unused limit accumulates: one poll of a pump, not a burst.
     SAVED_NS = 1000000
-    # Reads in flight share the rate of the storage: all of them together must take much less time
-    # than the silence that counts as a stall (60 s). A new pump begins with so many; each fast read
-    # adds some, so that their number is eight times as large after a round trip; slow ones halve it.
+    # Reads in flight share the rate of the storage: all of them together must take less time than the
+    # silence that counts as a stall (60 s). A new pump begins with so many; each fast read adds some,
+    # so that their number is 16 times as large after a round trip of 2 s at most; slow ones halve it.
     FIRST_WINDOW = 32
     LEAST_WINDOW = 4
-    WINDOW_GROWTH = 7
+    WINDOW_GROWTH = 15
     FAST_READ_NS = 2000000000
     SLOW_READ_NS = 5000000000
 
