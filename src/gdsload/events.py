@@ -152,20 +152,9 @@ class LoadEnded(Event):
 
 OnEvent = Callable[[Event], object]
 _log = logging.getLogger("gdsload")
-# The exceptions of each observer that were logged.
-_logged: WeakKeyDictionary[OnEvent, set[type]] = WeakKeyDictionary()
-
-
-def _is_first(observer: OnEvent, error: type) -> bool:
-    """Whether an observer raises errors of a type for the first time; True if that is unknown."""
-    try:
-        logged = _logged.setdefault(observer, set())
-    except TypeError:  # it has no hash, or no weak references
-        return True
-    if error in logged:
-        return False
-    logged.add(error)
-    return True
+# The exceptions that were logged: of each observer, or of the object that it is a method of, the
+# name of the observer and the type of the exception.
+_logged: WeakKeyDictionary[object, set[tuple[str, type]]] = WeakKeyDictionary()
 
 
 class Publisher:
@@ -174,6 +163,7 @@ class Publisher:
     def __init__(self, report: LoadReport, observers: Sequence[OnEvent], kind: str) -> None:
         self._report, self._observers, self._kind = report, observers, kind
         self._lock = fork_safe_lock(self)
+        self._logged: set[tuple[str, type]] = set()  # of observers that cannot be remembered
         self._backend = ("", "", "")
         self._refusals: dict[str, str] = {}
         self._paths: set[str] = set()
@@ -228,11 +218,22 @@ class Publisher:
                 ended = now - monotonic + span.end
                 yield PhaseEnded(ended, source, span.name, span.end - span.start)
 
+    def _is_first(self, observer: OnEvent, name: str, error: type) -> bool:
+        """Whether an observer raises errors of a type for the first time, in this process if
+        that can be remembered, else in this load."""
+        try:
+            logged = _logged.setdefault(getattr(observer, "__self__", observer), set())
+        except TypeError:  # it has no hash, or no weak references
+            logged = self._logged
+        is_first = (name, error) not in logged
+        logged.add((name, error))
+        return is_first
+
     def _call(self, event: Event) -> None:
         for observer in self._observers:
             try:
                 observer(event)
             except Exception as error:
-                if _is_first(observer, type(error)):
-                    name = getattr(observer, "__qualname__", repr(observer))
+                name = getattr(observer, "__qualname__", type(observer).__qualname__)
+                if self._is_first(observer, name, type(error)):
                     _log.warning("on_event %s failed; the load goes on", name, exc_info=True)

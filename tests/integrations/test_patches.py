@@ -341,6 +341,8 @@ def test_patterns_of_parameters_are_not_compiled(
 def test_model_keeps_plain_patterns(mixture: Path) -> None:
     model = gdsload.from_pretrained(mixture, key_mapping={"^elsewhere": "model"})
     conversions = getattr(model, "_weight_conversions", [])
+    if not conversions:
+        pytest.skip("this transformers keeps no conversions in its models")
     assert all(isinstance(each.compiled_sources, re.Pattern) for each in conversions)
     stock = transformers.AutoModelForCausalLM.from_pretrained(
         mixture, key_mapping={"^elsewhere": "model"}

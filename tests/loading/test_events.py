@@ -204,6 +204,31 @@ def test_exception_of_the_callable_is_logged_once_and_breaks_nothing(
     assert "broken" in record.message and record.exc_info is not None
 
 
+class Broken:
+    """Without a hash, as a dataclass."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __call__(self, event: Event) -> None:
+        raise RuntimeError("no thank you")
+
+
+class Observer:
+    def on_event(self, event: Event) -> None:
+        raise RuntimeError("no thank you")
+
+
+@pytest.mark.parametrize(("observer", "records"), [(Broken(), 3), (Observer(), 1)])
+def test_failing_object_is_logged_once_in_a_load_or_in_the_process(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, observer: Any, records: int
+) -> None:
+    with caplog.at_level(logging.WARNING, "gdsload"):
+        for _ in range(3):  # a method is another object each time
+            gdsload.load_file(checkpoint, on_event=getattr(observer, "on_event", observer))
+    assert len([one for one in caplog.records if "on_event" in one.message]) == records
+
+
 def test_each_callable_that_fails_is_logged(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

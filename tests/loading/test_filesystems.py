@@ -120,12 +120,12 @@ def test_overlay_of_two_filesystems_tells_what_the_page_cache_holds(
     point.mkdir()
     with ExitStack() as stack:
         run("mount", "-t", "tmpfs", "gdsload", upper)
-        stack.callback(run, "umount", "--lazy", upper)
+        stack.callback(subprocess.run, ["umount", "--lazy", upper], check=True)
         for name in ("changes", "work"):
             (upper / name).mkdir()
         layers = f"lowerdir={expected[0]},upperdir={upper}/changes,workdir={upper}/work"
         run("mount", "-t", "overlay", "-o", layers, "gdsload", point)
-        stack.callback(run, "umount", "--lazy", point)
+        stack.callback(subprocess.run, ["umount", "--lazy", point], check=True)
         path = point / NAME
         path.read_bytes()
         with kept_warm(expected[0] / NAME):
@@ -152,7 +152,7 @@ def test_disk_that_cannot_be_read_fails_each_load(
         except records.Refused as refused:
             pytest.skip(str(refused))
         run("mount", "-t", "ext4", "-o", "loop,ro", disk / image.name, point)
-        stack.callback(run, "umount", "--lazy", point)
+        stack.callback(subprocess.run, ["umount", "--lazy", point], check=True)
         failed = [path for path in sorted(point.glob("*.safetensors")) if fails(path)]
         assert failed
         for path in 2 * failed:
@@ -175,7 +175,7 @@ def test_direct_reads_on_btrfs_leave_nothing_in_the_page_cache(
     path = expected[0] / NAME
     if page_cache.evict(path):
         pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
-    monkeypatch.setattr(io_mode, "kind_of_file", lambda _: "btrfs")
+    monkeypatch.setattr(io_mode, "_is_on_btrfs", lambda _: True)
     monkeypatch.setattr(Shard, "reopen_direct", lambda *_: None)
     report = checked(path, page_cache="keep")
     assert io_modes(report) == {"buffered"}

@@ -23,13 +23,15 @@ LIMIT_SECONDS = 60.0
 class Owner:
     def __init__(self) -> None:
         self._lock = lifecycle.fork_safe_lock(self)
+        self.other = lifecycle.fork_safe_lock(self, "other")
 
 
-def test_fork_while_thread_holds_lock_gives_child_new_lock() -> None:
+@pytest.mark.parametrize("name", ["_lock", "other"])
+def test_fork_while_thread_holds_lock_gives_child_new_lock(name: str) -> None:
     owner, held, let_go = Owner(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with owner._lock:
+        with getattr(owner, name):
             held.set()
             let_go.wait(LIMIT_SECONDS)
 
@@ -38,9 +40,9 @@ def test_fork_while_thread_holds_lock_gives_child_new_lock() -> None:
     assert held.wait(LIMIT_SECONDS)
     child = os.fork()
     if child == 0:
-        os._exit(0 if owner._lock.acquire(blocking=False) else 1)
+        os._exit(0 if getattr(owner, name).acquire(blocking=False) else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert not owner._lock.acquire(blocking=False), "the parent's lock was replaced"
+    assert not getattr(owner, name).acquire(blocking=False), "the parent's lock was replaced"
     let_go.set()
     thread.join()
 

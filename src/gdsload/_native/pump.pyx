@@ -44,8 +44,9 @@ cdef enum:
     # What an unused limit accumulates: one poll of a pump, not a burst.
     SAVED_NS = 1000000
     # Reads in flight share the rate of the storage: all of them together must take less time than the
-    # silence that counts as a stall (60 s). A new pump begins with so many; each fast read adds some,
-    # so that their number is 16 times as large after a round trip of 2 s at most; slow ones halve it.
+    # silence that counts as a stall (60 s). A pump begins with FIRST_WINDOW. Each fast read adds
+    # WINDOW_GROWTH, so after a round trip there are 16 times as many; slow reads halve their number.
+    # Chosen by benchmarks/results/cold-fuse-100ms.json, and by links of 2 to 10 MB/s.
     FIRST_WINDOW = 32
     LEAST_WINDOW = 4
     WINDOW_GROWTH = 15

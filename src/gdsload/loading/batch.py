@@ -22,6 +22,7 @@ The constructor posts the reads, so a subclass sets its attributes before it cal
 
 from __future__ import annotations
 
+import errno
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from gdsload.planning.tensor_slices import TensorSlice
 
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
+# After these errors of a disk the kernel keeps pages that it could not read.
+_BAD_DISK = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
 # A block to compare, the transfers that read it (first and last), and the range that it is in.
 _Check = tuple[int, int, "Block", "ByteRange | TensorInfo"]
 _offset, _last = attrgetter("offset"), itemgetter(1)
@@ -111,6 +114,7 @@ class Batch:
         self._failure: Failure | None = None  # the first one
         self._read_watch, self._claim_watch = StallWatch(), StallWatch()
         self._failed: set[int] = set()  # transfers
+        self._unreadable: set[int] = set()  # shards
         self._idle_seconds = 0.0
         self._anew: list[Batch] = []  # they read what a prefetch had lost
         self._verified = session.verifier is None  # True: no byte differs from its checksum
@@ -277,6 +281,11 @@ class Batch:
         progress = backend.check(request)
         self._idle_seconds = progress.idle_seconds
         self._failed.update(failure.transfer for failure in progress.failures)
+        self._unreadable.update(
+            self.plan.transfers[failure.transfer].shard
+            for failure in progress.failures
+            if failure.errno in _BAD_DISK
+        )
         for number in progress.settled:
             if number not in self._failed:
                 self._arrived[number] = 1
@@ -405,12 +414,13 @@ class Batch:
             self._end_request()
 
     def _forget_pages(self) -> None:
-        """After a failed read, leaves no pages of its file that a later load could map."""
-        opened = self.session.checkpoint.shards
-        for shard in {self.plan.transfers[number].shard for number in self._failed}:
-            if opened[shard].remote is None and not opened[shard].closed:
+        """After a disk has failed, leaves no pages of its file that a later load could map."""
+        shards, self._unreadable = self._unreadable, set()
+        for shard in shards:
+            opened = self.session.checkpoint.shards[shard]
+            if opened.remote is None and not opened.closed:
                 with suppress(GdsloadError):
-                    page_cache.forget(opened[shard].fd)
+                    page_cache.forget(opened.fd)
 
     def _end_request(self) -> None:
         """Ends the request, finished or not, and adds its counts to the report. Gives memory back,
@@ -434,7 +444,6 @@ class Batch:
             released = True
         finally:
             session.posted.discard(self)
-            self._forget_pages()
             memory, self._memory = self._memory, []
             for registration in memory:
                 if backend is not None:
@@ -446,3 +455,4 @@ class Batch:
                     session.checkpoint.verify_unchanged()
                     whole = released and self.complete and self._verified
                 end_intake(session.checkpoint if whole else None)
+            self._forget_pages()

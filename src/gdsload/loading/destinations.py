@@ -194,12 +194,12 @@ def _place_of(name: str, rename: Rename) -> tuple[str, Any] | None:
         place = rename.get(name, name)
     if place is None:
         return None
-    parts: tuple[Any, ...] = place if isinstance(place, tuple) else (place, ...)
+    parts: Sequence[Any] = place if isinstance(place, (tuple, list)) else (place, ...)
     if len(parts) != 2 or not isinstance(parts[0], str):
         raise TypeError(
             f"rename gives {place!r} for {shown(name)}, and not a name, (name, index) or None"
         )
-    return parts
+    return parts[0], parts[1]
 
 
 def _part_of(target: torch.Tensor, name: str, index: Any) -> torch.Tensor:

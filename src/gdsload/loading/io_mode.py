@@ -77,9 +77,9 @@ class ShardAccess:
         self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
         # btrfs reads compressed files, and into memory that nobody has touched, by the page cache.
-        kept = settings.page_cache == "keep" and settings.cache != "buffered" and not self._remote
-        self._drops = (settings.page_cache == "drop" and not self._remote) or (
-            kept and kind_of_file(checkpoint.shards[0].fd) == "btrfs"
+        direct = settings.page_cache == "keep" and settings.cache in ("auto", "direct")
+        self._drops = not self._remote and (
+            settings.page_cache == "drop" or (direct and _is_on_btrfs(checkpoint.shards[0]))
         )
         self.fill = PageCacheFill(checkpoint, settings)
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
@@ -284,6 +284,11 @@ class ShardAccess:
                 for registration in registered:
                     if registration is not None:
                         backend.deregister(registration)
+
+
+def _is_on_btrfs(shard: Shard) -> bool:
+    # It has device numbers of its own, and no disk's.
+    return not os.major(shard.identity.dev) and kind_of_file(shard.fd) == "btrfs"
 
 
 def _drop_and_close(

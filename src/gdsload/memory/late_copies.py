@@ -103,12 +103,18 @@ def forget_ended() -> None:
         with _lock:
             kept = list(_kept)
         # Copies of the parent of a forked process cannot be asked about.
-        ended = [each for each in kept if each.pid == os.getpid() and each.ended()]
+        ended = [each for each in kept if each.pid == os.getpid() and _has_ended(each)]
         over = set(map(id, ended))
         with _lock:
             _kept[:] = [each for each in _kept if id(each) not in over]
     finally:
         asking.release()
+
+
+def _has_ended(entry: _Kept) -> bool:
+    with suppress(Exception):  # it cannot be asked now
+        return entry.ended()
+    return False
 
 
 def owners() -> list[object]:

@@ -24,7 +24,7 @@ PREFETCHES, RINGS, CUFILE, CUDA, PROCESS = range(5)
 # How long a step waits for one lock. A thread that holds it may be in a driver call that hangs.
 LOCK_SECONDS = 5.0
 
-_lock_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_lock_names: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _in_child: list[Callable[[], None]] = []
 _steps: list[tuple[int, Callable[[], None]]] = []
 _ending = threading.Event()
@@ -39,7 +39,7 @@ def fork_safe_lock(owner: object, attribute: str = "_lock") -> threading.RLock:
         owner: The object or the module that has the lock.
         attribute: The attribute of `owner` that the caller assigns the lock to.
     """
-    _lock_names[owner] = attribute
+    _lock_names.setdefault(owner, set()).add(attribute)
     return threading.RLock()
 
 
@@ -59,8 +59,9 @@ def is_ending() -> bool:
 
 
 def _after_fork() -> None:
-    for owner, attribute in list(_lock_names.items()):
-        setattr(owner, attribute, threading.RLock())
+    for owner, attributes in list(_lock_names.items()):
+        for attribute in attributes:
+            setattr(owner, attribute, threading.RLock())
     for forget in _in_child:
         forget()
 

@@ -90,7 +90,7 @@ def is_overlay(fd: int) -> bool:
     return _is_in_overlay(fd, status.st_dev, status.st_ino)
 
 
-@lru_cache(maxsize=8)  # asked again for each sample of a file
+@lru_cache(maxsize=1024)  # files, which are asked about for each sample
 def _is_in_overlay(fd: int, device: int, inode: int) -> bool:
     return kind_of_file(fd) == "overlay"
 
