@@ -496,8 +496,7 @@ class _LoadCall(NamedTuple):
             if device_name.device_kind(target) == "cuda":
                 from gdsload.loading.device_init import begin
 
-                single = isinstance(source, (str, bytes, os.PathLike))
-                paths: Any = [source] if single else source
+                paths: Any = source if isinstance(source, (list, tuple)) else [source]
                 first = next(iter(paths), "")
                 if device_init := begin(target, settings.backend, settings.options, first):
                     stack.callback(device_init.join_briefly)

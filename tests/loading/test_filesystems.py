@@ -175,7 +175,7 @@ def test_direct_reads_on_btrfs_leave_nothing_in_the_page_cache(
     path = expected[0] / NAME
     if page_cache.evict(path):
         pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
-    monkeypatch.setattr(io_mode, "_is_on_btrfs", lambda _: True)
+    monkeypatch.setattr(io_mode, "is_btrfs", lambda _: True)
     monkeypatch.setattr(Shard, "reopen_direct", lambda *_: None)
     report = checked(path, page_cache="keep")
     assert io_modes(report) == {"buffered"}

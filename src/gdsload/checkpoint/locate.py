@@ -192,13 +192,13 @@ def _shard_path(directory: Directory, name: str) -> ShardPath:
 
 def title_of(source: PathLike | Sequence[PathLike]) -> str:
     """The name of a source, or the number of its files, for reports. Raises TypeError."""
-    if isinstance(source, (str, bytes, os.PathLike)):
-        title: str = shown_source(os.fsdecode(source))
-        return title
-    if isinstance(source, Sequence):
+    if isinstance(source, (list, tuple)):
         return f"{len(source)} files"
-    kind = type(source).__name__
-    raise TypeError(f"source must be a path, a URL or a list of them, not {kind}")
+    if not isinstance(source, (str, bytes, os.PathLike)):
+        kind = type(source).__name__
+        raise TypeError(f"source must be a path, a URL or a list of them, not {kind}")
+    title: str = shown_source(os.fsdecode(source))
+    return title
 
 
 def path_text(path: PathLike) -> str:

@@ -104,16 +104,13 @@ def configuration() -> Finding:
     log = config.log_file(found)
     notes = [found.source or "its defaults", found.note, log and f"its log is {log}"]
     detail = "; ".join(filter(None, notes))
-    complaint = (
-        ""
-        if found.has_slabs
-        else library.BatchLimits(
-            found.number("per_buffer_cache_size_kb", 1024) << 10,
-            found.number("max_device_cache_size_kb", 131072) << 10,
-            found.number("io_batchsize", 128),
-        ).complaint()
+    limits = library.BatchLimits(
+        found.number("per_buffer_cache_size_kb", 1024) << 10,
+        found.number("max_device_cache_size_kb", 131072) << 10,
+        found.number("io_batchsize", 128),
     )
-    if complaint:
+    complaint = limits.complaint()
+    if complaint and not found.has_slabs:
         why, _, hint = complaint.partition(": ")
         return Finding(name, PARTLY, f"{detail}; {why}", hint)
     return Finding(name, PARTLY if found.note else YES, detail)

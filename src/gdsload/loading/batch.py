@@ -419,7 +419,7 @@ class Batch:
         for shard in shards:
             opened = self.session.checkpoint.shards[shard]
             if opened.remote is None and not opened.closed:
-                with suppress(GdsloadError):
+                with suppress(GdsloadError, OSError):
                     page_cache.forget(opened.fd)
 
     def _end_request(self) -> None:

@@ -36,9 +36,8 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.report import LoadReport
-from gdsload.system.mountinfo import kind_of_file
 from gdsload.system.parallel import parallel_map
-from gdsload.system.storage import Storage, remote_storage, storage_of
+from gdsload.system.storage import Storage, is_btrfs, remote_storage, storage_of
 
 _COPY_BYTES = 128 << 10
 # Of the descriptors of the process, for the shards and their direct reads. Imports need some, too.
@@ -79,7 +78,7 @@ class ShardAccess:
         # btrfs reads compressed files, and into memory that nobody has touched, by the page cache.
         direct = settings.page_cache == "keep" and settings.cache in ("auto", "direct")
         self._drops = not self._remote and (
-            settings.page_cache == "drop" or (direct and _is_on_btrfs(checkpoint.shards[0]))
+            settings.page_cache == "drop" or (direct and is_btrfs(checkpoint.shards[0].fd))
         )
         self.fill = PageCacheFill(checkpoint, settings)
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
@@ -284,11 +283,6 @@ class ShardAccess:
                 for registration in registered:
                     if registration is not None:
                         backend.deregister(registration)
-
-
-def _is_on_btrfs(shard: Shard) -> bool:
-    # It has device numbers of its own, and no disk's.
-    return not os.major(shard.identity.dev) and kind_of_file(shard.fd) == "btrfs"
 
 
 def _drop_and_close(

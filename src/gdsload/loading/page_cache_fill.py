@@ -73,8 +73,8 @@ class PageCacheFill:
         self._total_bytes = sum(shard.size for shard in checkpoint.shards)
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not checkpoint.remote
         # A backend that was asked for by name, or by its options, is opened in any case.
-        asked = settings.backend != "auto" or settings.options
-        self.small = may_fill and not asked and self._total_bytes <= WITHOUT_BACKEND_BYTES
+        named = settings.backend != "auto" or settings.options
+        self.small = may_fill and not named and self._total_bytes <= WITHOUT_BACKEND_BYTES
         self._decided: bool | None = None  # None: not yet
         self.lacks_room = False
         self._text = ""  # for the report

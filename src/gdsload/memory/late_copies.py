@@ -63,8 +63,7 @@ def _forget_soon() -> None:
     while not lifecycle.is_ending():
         time.sleep(seconds)
         seconds = min(2 * seconds, _LAST_LOOK_SECONDS)
-        with suppress(Exception):  # of one that cannot be asked now
-            forget_ended()
+        forget_ended()
         with _lock:
             if not any(each.pid == os.getpid() for each in _kept):
                 _watching.clear()

@@ -174,8 +174,7 @@ def residency(fd: int, length: int) -> str:
 def forget(fd: int) -> None:
     """Drops the pages of a file, as far as nobody has mapped them. The kernel keeps pages that it
     failed to read, and counts them as resident: to use one by a mapping ends by SIGBUS."""
-    with suppress(OSError):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def resident_share(files: Sequence[tuple[int, int]]) -> float:
@@ -219,7 +218,7 @@ def evict(path: str | os.PathLike[str]) -> int:
     try:
         with suppress(OSError):  # a read-only filesystem has nothing to write back
             os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        forget(fd)
         return resident_bytes(fd)
     finally:
         os.close(fd)

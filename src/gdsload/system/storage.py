@@ -84,15 +84,23 @@ def distant_filesystem_of(path: str, status: os.stat_result) -> str:
 def is_overlay(fd: int) -> bool:
     """Whether an open file is in an overlay, as in a container: the files below it have the pages
     in the page cache, and the disk."""
+    return _kind_without_disk(fd) == "overlay"
+
+
+def is_btrfs(fd: int) -> bool:
+    """Whether an open file is on btrfs, which has device numbers of its own and no disk's."""
+    return _kind_without_disk(fd) == "btrfs"
+
+
+def _kind_without_disk(fd: int) -> str:
+    """The kind of filesystem of an open file, "" if its device number is that of a disk."""
     status = os.fstat(fd)
-    if os.major(status.st_dev):  # a disk
-        return False
-    return _is_in_overlay(fd, status.st_dev, status.st_ino)
+    return "" if os.major(status.st_dev) else _kind_of(fd, status.st_dev, status.st_ino)
 
 
 @lru_cache(maxsize=1024)  # files, which are asked about for each sample
-def _is_in_overlay(fd: int, device: int, inode: int) -> bool:
-    return kind_of_file(fd) == "overlay"
+def _kind_of(fd: int, device: int, inode: int) -> str:
+    return kind_of_file(fd)
 
 
 def read_ahead_bytes(device: int, overlay: bool) -> int | None:

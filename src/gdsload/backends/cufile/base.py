@@ -201,7 +201,7 @@ class CuFileBackend(PumpBackend):
             for number in self._handles:
                 table.put(number, 0)
         pipelines = list(self._pipelines.values())
-        ended = self._close_pipelines()
+        self._close_pipelines()
         files, self._files = self._files, []
         self._handles.clear()
         driver, self._driver = self._driver, None
@@ -219,9 +219,7 @@ class CuFileBackend(PumpBackend):
                 pipeline.ring.give_back()
             return True
 
-        if ended:
-            finish()
-        else:  # a read that was given up may still use them
+        if not finish():  # a read that was given up may still use them
             late_copies.keep(pipelines, finish)
 
 
