@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from gdsload.cli import measuring
+from gdsload.memory import page_cache
 
 cache, machine = measuring.program("cache"), measuring.program("machine")
+
+
+@pytest.fixture(autouse=True)
+def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page cache belongs to everybody on this machine: here it is never dropped."""
+    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 @pytest.fixture

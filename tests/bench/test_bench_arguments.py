@@ -20,18 +20,12 @@ import pytest
 
 from command import run
 from gdsload.cli import measuring
-from gdsload.memory import page_cache
 
 cache, choice, judge, layout, machine, records, tables, truth, worker = (
     measuring.program(name)
     for name in ("cache", "choice", "judge", "layout", "machine", "records", "tables", "truth",
                  "worker")
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 def cold(source: Path, *words: object) -> Any:

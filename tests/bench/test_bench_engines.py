@@ -13,16 +13,10 @@ import pytest
 
 from command import run
 from gdsload.cli import measuring
-from gdsload.memory import page_cache
 
 choice, cold, engines, judge, render, tune = (
     measuring.program(name) for name in ("choice", "cold", "engines", "judge", "render", "tune")
 )
-
-
-@pytest.fixture(autouse=True)
-def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 @pytest.fixture

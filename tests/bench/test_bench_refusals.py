@@ -26,11 +26,6 @@ arms, fio, instructions, judge, places = (
 records, truth = (measuring.program(name) for name in ("records", "truth"))
 
 
-@pytest.fixture(autouse=True)
-def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
-
-
 @pytest.mark.usefixtures("disk")
 @pytest.mark.parametrize("command", ["cold", "io", "start"])
 def test_file_of_other_user_is_refused(

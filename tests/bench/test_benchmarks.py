@@ -35,12 +35,6 @@ records, render, scale, summary, svg, sweep, tables, truth = (
 KINDS = measuring.program("arms").KINDS
 
 
-@pytest.fixture(autouse=True)
-def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page cache belongs to everybody on this machine: here it is never dropped."""
-    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sweep") / "model.safetensors"

@@ -202,8 +202,7 @@ def test_index_is_bounded_and_its_format_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         locate(index, limit=size - 1)
     assert str(caught.value) == (
-        f"{index}: this index has {size} bytes, more than the limit of {size - 1} (header_limit"
-        " raises it)"
+        f"{index}: it has {size} bytes, more than the limit of {size - 1} (header_limit raises it)"
     )
     assert caught.value.path == str(index)
     index.write_text(" \n" + index.read_text())

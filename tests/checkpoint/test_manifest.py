@@ -221,7 +221,7 @@ def test_manifest_above_the_limit_is_refused(path: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(manifest, "LIMIT_BYTES", size - 1)
     with pytest.raises(CheckpointError, match=f"it has {size} bytes, more than") as caught:
         read_manifest(path)
-    assert str(caught.value).endswith(f" more than {size - 1}")
+    assert str(caught.value).endswith(f" more than the limit of {size - 1}")
     assert caught.value.path == path
 
 

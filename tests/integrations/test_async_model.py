@@ -29,12 +29,6 @@ FIRST = "hook" if NEW else "safe_open"
 place: ContextVar[str] = ContextVar("place", default="nowhere")
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     tinymodels.build("llama").save_pretrained(tmp_path / "model", max_shard_size="30KB")

@@ -60,12 +60,6 @@ NAMES = [
 Places = Callable[[str], str]
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
 @pytest.fixture
 def doubles(loading: Doubles) -> Doubles:
     return loading

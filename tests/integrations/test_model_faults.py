@@ -36,12 +36,6 @@ from windows import small_windows
 PATIENCE_SECONDS = 120.0
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixture")

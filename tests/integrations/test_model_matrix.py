@@ -42,12 +42,6 @@ def accelerated(path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
 def test_matrix_has_enough_architectures() -> None:
     assert len(NAMES) >= 60
 

@@ -34,12 +34,6 @@ SIZES = {
 Change = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is not quantized."""

@@ -46,12 +46,6 @@ KINDS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
 def saved(kind: str, tmp_path: Path) -> Path:
     tinymodels.build(kind).save_pretrained(tmp_path / kind, max_shard_size="30KB")
     return tmp_path / kind

@@ -27,9 +27,7 @@ from gdsload.report import LoadReport
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_logged", set())
 
 

@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import equal
 import gdsload
 import tinymodels
 from ranks import ranks
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 def test_bin_weights_are_left_to_transformers(tmp_path: Path) -> None:

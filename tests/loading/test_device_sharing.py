@@ -36,6 +36,7 @@ from gpucontract import DeviceMemory
 from gpudoubles import CODE, HANG, Doubles
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
 from storage import ENGINES
+from waiting import wait_for
 
 
 def test_second_load_pins_nothing(doubles: Doubles, file: OpenFile) -> None:
@@ -128,10 +129,7 @@ def test_ring_of_vram_is_freed_after_its_idle_time(
         assert staging_ring.rings() == [ring]
         backend.release(load.request)
     del load
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while doubles.cuda_log["used"] > before or doubles.cufile_log["buffers"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: not (doubles.cuda_log["used"] > before or doubles.cufile_log["buffers"]))
     assert staging_ring.rings() == []
 
 
@@ -180,10 +178,7 @@ def test_load_after_reads_that_hang_gets_a_new_ring(doubles: Doubles, file: Open
     options = {"request_bytes": 16 << 10, "ring_bytes": 9 * (16 << 10)}
     with GdsMtBackend(**options) as backend:
         load = Load(backend, file)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while doubles.hung < 6:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda: doubles.hung >= 6)
         backend.release(load.request)
     (ring,) = staging_ring.rings()
     with GdsMtBackend(**options) as backend:
@@ -192,9 +187,7 @@ def test_load_after_reads_that_hang_gets_a_new_ring(doubles: Doubles, file: Open
         assert other.finish() == {} and other.bytes() == bytes_of(0)
         backend.release(other.request)
     doubles.let_go()
-    while doubles.cufile_log["buffers"]:
-        assert time.monotonic() < deadline
-        staging_ring.release_rings()
+    wait_for(lambda: [staging_ring.release_rings()] and not doubles.cufile_log["buffers"])
 
 
 @pytest.mark.parametrize("kind", [PosixBackend, GdsMtBackend])
@@ -498,10 +491,7 @@ def test_pinning_that_hangs_does_not_block_other_devices(doubles: Doubles) -> No
     doubles.fault("cuMemHostRegister_v2", HANG)
     pinning = threading.Thread(target=pin)
     pinning.start()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not doubles.hung:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: doubles.hung)
     with staging_ring.ring_for(DRAM, 1, 64 << 10, 1 << 20) as other:
         assert doubles.hung == 1
         assert staging_ring.rings() == [other]

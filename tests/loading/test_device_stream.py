@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from gdsload.report import LoadReport
 from gdsload.system import device_name, gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import PATIENCE_SECONDS
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -112,11 +112,13 @@ def test_stream_closed_early_frees_device_memory(doubles: Doubles, tiny_checkpoi
         )
         next(stream)
         stream.close()
-    deadline = time.monotonic() + 60
-    while doubles.cuda_log["used"] > before:  # reads that were under way may end later
-        assert time.monotonic() < deadline
+
+    def freed() -> bool:
         staging_ring.release_rings()
         gc.collect()
+        return doubles.cuda_log["used"] <= before
+
+    wait_for(freed)  # reads that were under way may end later
 
 
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)
@@ -285,10 +287,7 @@ def test_memory_of_an_earlier_owner_is_written_after_its_work(
             target=lambda: loaded.update(gdsload.load_file(tiny_checkpoint, "cuda:0", **how))
         )
         loader.start()
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while doubles.cuda_log["copies"] == copies:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda: doubles.cuda_log["copies"] != copies)
         doubles.end_work()
         loader.join()
     assert loaded.keys() == expected.keys()
@@ -323,19 +322,19 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
         slices = [whole(info) for info in checkpoint.tensors.values()]
         with ReadaheadQueue(session, slices, kept={one.key for one in slices}) as queue:
             queue.start()
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while doubles.cuda_log["copies"] == copies:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            wait_for(lambda: doubles.cuda_log["copies"] != copies)
     gc.collect()
     for address, nbytes in allocator.returned:
         ctypes.memset(address, 0x5A, nbytes)  # its next owner
     doubles.end_work()
     for address, nbytes in allocator.returned:
         assert ctypes.string_at(address, nbytes) == b"\x5a" * nbytes
-    while late_copies.owners():
-        assert time.monotonic() < deadline
+
+    def ended() -> bool:
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+        return not late_copies.owners()
+
+    wait_for(ended)
     gc.collect()
     assert len(allocator.returned) == allocator.lent
     allocator.device.release(allocator.address)

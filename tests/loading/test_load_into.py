@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from gdsload.loading.into import TargetBatch
 from gdsload.loading.window_writer import WindowWriter
 from gdsload.memory import late_copies
 from gpudoubles import ERRNO, Doubles
-from gpuloads import PATIENCE_SECONDS
+from waiting import wait_for
 from windows import small_windows
 
 Tensors = dict[str, torch.Tensor]
@@ -469,10 +468,7 @@ def test_failed_load_into_vram_returns_when_no_copy_is_under_way(
     before = loading.cuda_log["copies"]
 
     def fail(*words: Any, **named: Any) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while loading.cuda_log["copies"] == before:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda: loading.cuda_log["copies"] != before)
         threading.Timer(0.5, loading.hold_copies, [False]).start()
         raise ReadError("on purpose")
 

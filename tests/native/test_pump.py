@@ -24,6 +24,7 @@ from gdsload._native.memory import Region
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.posix import engines
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -195,10 +196,7 @@ def test_engine_that_does_not_open_in_time_is_given_up(faults: Faults) -> None:
     assert caught.value.errno == errno.ETIMEDOUT
     assert faults.log.opens == 0
     faults.let_go()
-    deadline = time.monotonic() + 60
-    while not faults.log.closes:  # its thread opens it, and closes it at once
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: faults.log.closes)  # its thread opens it, and closes it at once
 
 
 def test_ctrl_c_ends_the_wait_for_an_engine_that_does_not_open(faults: Faults) -> None:
@@ -213,10 +211,7 @@ def test_ctrl_c_ends_the_wait_for_an_engine_that_does_not_open(faults: Faults) -
         Pump(faulty.capsule(), 4)
     key.join()
     faults.let_go()
-    deadline = time.monotonic() + 60
-    while not faults.log.closes:  # its thread opens it, and closes it at once
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: faults.log.closes)  # its thread opens it, and closes it at once
 
 
 def test_abandoned_pump_does_not_poll_often(fd: int, faults: Faults, pump: Pump) -> None:
@@ -273,9 +268,7 @@ def test_each_cancellation_is_sent(fd: int, faults: Faults, pump: Pump) -> None:
         faults.wait_hung(number)
     for number, request in enumerate(requests, start=1):
         request.cancel()
-        deadline = time.monotonic() + 60.0
-        while faults.log.cancels < number and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_for(lambda number=number: faults.log.cancels >= number)
         assert faults.log.cancels == number
     faults.let_go()
     assert all(request.wait_until_idle(60.0) for request in requests)
@@ -399,10 +392,7 @@ def test_buffered_read_that_blocks_linuxaio_is_followed_by_none_that_is_cancelle
     reads = [(number, 0, 1, 1, 0, number, "buffered") for number in range(3)]
     request = Request(pump, files, reads, [target(region)])
     request.post()
-    deadline = time.monotonic() + 60.0
-    while unread_bytes(pipes[0][0]):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: not unread_bytes(pipes[0][0]))
     request.cancel()
     os.write(pipes[1][1], b"a")
     assert request.wait_until_idle(60.0)

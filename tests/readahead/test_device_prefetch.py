@@ -33,6 +33,7 @@ from gdsload.memory import DRAM, device_buffers, late_copies, staging_ring
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.system import gpu
 from gpudoubles import CODE, NEGATIVE, Doubles
+from waiting import wait_for
 
 PATIENCE_SECONDS = 120.0
 SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
@@ -50,9 +51,9 @@ def doubles(measuring: Doubles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dou
     assert claims.offered() == []
     # A ring whose slots are still on their way home when it is forgotten stays pinned.
     measuring.hold_copies(False)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while staging_ring.release_rings() or staging_ring.rings():
-        assert time.monotonic() < deadline, "somebody has a slot"
+    wait_for(
+        lambda: not (staging_ring.release_rings() or staging_ring.rings()), "somebody has a slot"
+    )
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
 from gdsload.system.cancellation import CancelToken, LoadCancelled
 from threadends import await_threads
+from waiting import wait_for
 
 SIZE = 3 * BLOCK_BYTES + 12_345
 PATIENCE_SECONDS = 240.0
@@ -86,13 +87,6 @@ def content_of(copy: LocalCopy | None) -> bytes:
     assert copy is not None
     with open(copy.fd, "rb") as file:
         return file.read()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.01)
 
 
 def sealed_files(directory: Path) -> int:

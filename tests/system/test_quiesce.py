@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError
 from gdsload.readahead import prefetch
 from gdsload.system import quiesce
+from waiting import wait_for
 
 PATIENCE_SECONDS = 120.0
 NAME = "model.norm.weight"
@@ -82,10 +82,8 @@ def test_quiesce_releases_rings_contexts_and_descriptors(checkpoint: Path, engin
             assert [target for target in held if "aio" in target]
         gdsload.quiesce(PATIENCE_SECONDS)
         assert undumpable(checkpoint) == []
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not native_threads() <= threads:  # one that was joined is listed for a moment
-            assert time.monotonic() < deadline, "a native thread is left"
-            time.sleep(0.01)
+        # A thread that was joined is listed for a moment.
+        wait_for(lambda: native_threads() <= threads, "a native thread is left")
         again = opened.get_tensor("model.embed_tokens.weight")
         assert undumpable(checkpoint)
     expected = wanted(checkpoint)

@@ -19,6 +19,7 @@ from gdsload.errors import GdsloadError
 from gdsload.memory import late_copies, staging_ring
 from gdsload.system import quiesce
 from gpudoubles import Doubles
+from waiting import wait_for
 
 NOTHING = {"open": 0, "files": 0, "buffers": 0, "batches": 0, "in_flight": 0}
 
@@ -62,10 +63,7 @@ def test_memory_of_late_copies_is_freed_without_another_load() -> None:
         time.sleep(0.05)
         assert len(late_copies.owners()) == 1
         has_ended.set()
-        deadline = time.monotonic() + 60
-        while late_copies.owners():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda: not late_copies.owners())
 
 
 def test_quiesce_frees_memory_of_late_copies(doubles: Doubles, tiny_checkpoint: Path) -> None:

@@ -1,7 +1,6 @@
 from typing import final
 
 class CudaFailure(RuntimeError):
-    call: str
     code: int
     def __init__(self, call: str, code: int, text: str) -> None: ...
 

@@ -41,11 +41,10 @@ _OPTIONAL = ("cuStreamIsCapturing",)
 
 
 class CudaFailure(RuntimeError):
-    """A call of the driver failed: `call` is the function, `code` its CUresult."""
+    """A call of the driver failed: `code` is its CUresult."""
 
     def __init__(self, call, code, text):
         super().__init__(f"{call}: {text}")
-        self.call = call
         self.code = code
 
 

@@ -5,7 +5,6 @@ from gdsload._native.cuda import Device
 GPU_FIELDS: tuple[tuple[str, int], ...]
 
 class CuFileFailure(RuntimeError):
-    call: str
     code: int
     def __init__(self, call: str, code: int, cuda_code: int = 0) -> None: ...
 

@@ -108,12 +108,11 @@ cdef void *run_call(void *arg) noexcept nogil:
 
 
 class CuFileFailure(RuntimeError):
-    """A call of cuFile failed: `call` is the function, `code` its CUfileOpError. The text also has
-    `cuda_code`, the error of CUDA."""
+    """A call of cuFile failed: `code` is its CUfileOpError. The text also has `cuda_code`, the
+    error of CUDA."""
 
     def __init__(self, call, code, cuda_code=0):
         super().__init__(f"{call} answered {code}" + (f" (CUDA {cuda_code})" if cuda_code else ""))
-        self.call = call
         self.code = code
 
 

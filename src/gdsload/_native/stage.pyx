@@ -25,7 +25,7 @@ from libc.string cimport memset
 from posix.mman cimport MADV_HUGEPAGE, MADV_WIPEONFORK, madvise
 from posix.unistd cimport getpid
 
-from gdsload._native.atomics cimport gds_add, gds_load
+from gdsload._native.atomics cimport gds_add
 from gdsload._native.cuda cimport (
     CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CudaApi,
     enter_context, leave_context, relax,
@@ -227,7 +227,6 @@ cdef struct CStage:
     CMap **maps
     int room
     int next_map            # where a free number is searched first
-    int64_t copies
 
 
 cdef void release_map(CMap *addresses) noexcept nogil:
@@ -289,7 +288,6 @@ cdef int start_copies(
         if code != CUDA_SUCCESS:
             break
         made += 1
-    gds_add(&stage.copies, made)
     return made if code == CUDA_SUCCESS else -code
 
 
@@ -393,11 +391,6 @@ cdef class Stage:
             pthread_mutex_unlock(&stage.lock)
         leave_context(stage.cuda, mode)
         return code == CUDA_SUCCESS
-
-    @property
-    def copies(self):
-        """Copies started."""
-        return gds_load(&self.stage.copies)
 
     def __dealloc__(self):
         if self.stage != NULL:

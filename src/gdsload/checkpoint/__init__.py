@@ -1,4 +1,4 @@
-"""Checkpoints on disk: finding their files, opening shards, parsing and validating headers.
+"""Checkpoints: finding their files, opening shards, parsing and validating headers.
 
 Nothing here reads tensor data, and nothing here imports torch or a backend.
 """

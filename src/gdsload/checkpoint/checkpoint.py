@@ -190,7 +190,6 @@ class Checkpoint(quiesce.Holder):
         header_limit: int,
         stall_seconds: float,
     ) -> Checkpoint:
-        headers: list[dict[str, TensorInfo]] = []
         read_header = partial(_read_header, limit=header_limit)
         open_shard = partial(_open_shard, filesystems={})
         unused: list[Shard] = []
@@ -248,12 +247,7 @@ class Checkpoint(quiesce.Holder):
                     parallel_map(read_header, shards, path_of=_path_of, stall_seconds=stall_seconds)
                 )
             ) as found:
-                for number, (shard, text) in enumerate(zip(shards, found, strict=True)):
-                    with collector_paused():
-                        header = parse_header(text, shard.size, path=shard.path, shard=number)
-                    shard.data_start = LENGTH_BYTES + len(text)
-                    shard.metadata = header.metadata
-                    headers.append(header.tensors)
+                headers = list(_parsed(shards, found))
             with collector_paused():
                 merged = _merged(files, shards, headers, strict)
             return cls(files.title, shards, merged, stall_seconds)
@@ -469,6 +463,16 @@ def _no_readahead(fd: int) -> Iterator[None]:
     finally:
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+
+
+def _parsed(shards: Iterable[Shard], texts: Iterable[bytes]) -> Iterator[dict[str, TensorInfo]]:
+    """The tensors of each shard, by the text of its header, which the shard notes as well."""
+    for number, (shard, text) in enumerate(zip(shards, texts, strict=True)):
+        with collector_paused():
+            header = parse_header(text, shard.size, path=shard.path, shard=number)
+        shard.data_start = LENGTH_BYTES + len(text)
+        shard.metadata = header.metadata
+        yield header.tensors
 
 
 def _merged(

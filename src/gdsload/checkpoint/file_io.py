@@ -107,6 +107,27 @@ def _require_regular(status: os.stat_result, path: str) -> None:
         raise CheckpointError(text, path=path)
 
 
+def read_small(path: str, limit: int, hint: str = "") -> bytes:
+    """All bytes of a small file.
+
+    Raises:
+        CheckpointError: It is no regular file, or has more than `limit` bytes (the message ends
+            with `hint`), or ended early.
+        CheckpointUnreadable: It is a directory, or cannot be opened.
+        ReadError: A read failed.
+    """
+    fd, status = open_regular(path)
+    try:
+        if status.st_size > limit:
+            raise CheckpointError(
+                f"{path}: it has {status.st_size} bytes, more than the limit of {limit}{hint}",
+                path=path,
+            )
+        return read_exactly(fd, 0, status.st_size, path)
+    finally:
+        close_files([fd])
+
+
 def read_exactly(fd: int, offset: int, wanted: int, path: str) -> bytes:
     """Reads `wanted` bytes at byte `offset`, in as many reads as it takes.
 

@@ -16,13 +16,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from gdsload.checkpoint.file_io import (
-    close_files,
-    is_directory,
-    open_error,
-    open_regular,
-    read_exactly,
-)
+from gdsload.checkpoint.file_io import is_directory, open_error, read_small
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
 from gdsload.errors import CheckpointError, CheckpointNotFound, shown
 from gdsload.remote.directory import RemoteDirectory, open_directory
@@ -82,7 +76,7 @@ class LocalDirectory:
             raise open_error(error, self.path) from error
 
     def read(self, name: str, limit: int) -> bytes:
-        return _read_small(self.path_of(name), limit)
+        return read_small(self.path_of(name), limit, " (header_limit raises it)")
 
 
 Directory = LocalDirectory | RemoteDirectory
@@ -317,21 +311,6 @@ def shard_name_fault(name: str) -> str:
     return "" if name.endswith(_SUFFIX) else f"does not end with {_SUFFIX}"
 
 
-def _read_small(path: str, limit: int) -> bytes:
-    """All of a small file. Raises CheckpointError if it is larger than `limit` bytes."""
-    fd, status = open_regular(path)
-    try:
-        if status.st_size > limit:
-            raise CheckpointError(
-                f"{path}: this index has {status.st_size} bytes, more than the limit of {limit}"
-                " (header_limit raises it)",
-                path=path,
-            )
-        return read_exactly(fd, 0, status.st_size, path)
-    finally:
-        close_files([fd])
-
-
 # --- the hub cache -----------------------------------------------------------------------------
 
 
@@ -378,7 +357,7 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
     commit = wanted
     reference = os.path.join(repo, "refs", wanted)
     if os.path.isfile(reference):
-        commit = _read_small(reference, 4096).decode("utf-8", "replace").strip()
+        commit = read_small(reference, 4096).decode("utf-8", "replace").strip()
         if not _COMMIT.fullmatch(commit):
             raise CheckpointError(f"{reference}: this does not contain a commit", path=reference)
     snapshot = os.path.join(repo, "snapshots", commit)

@@ -15,9 +15,10 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload.checkpoint.file_io import close_files, open_regular, read_exactly
+from gdsload.checkpoint.file_io import read_small
 from gdsload.checkpoint.strict_json import require_room_to_parse
 from gdsload.errors import (
     CheckpointError,
@@ -120,18 +121,9 @@ def read_manifest(
 
 def _read(path: str, stall_seconds: float) -> bytes:
     # In a thread, so that a hung mount cannot block Ctrl-C.
-    (raw,) = parallel_map(_text_of, [path], path_of=str, stall_seconds=stall_seconds)
+    read = partial(read_small, limit=LIMIT_BYTES)
+    (raw,) = parallel_map(read, [path], path_of=str, stall_seconds=stall_seconds)
     return raw
-
-
-def _text_of(path: str) -> bytes:
-    fd, status = open_regular(path)
-    try:
-        if status.st_size > LIMIT_BYTES:
-            raise _invalid(path, f"it has {status.st_size} bytes, more than {LIMIT_BYTES}")
-        return read_exactly(fd, 0, status.st_size, path)
-    finally:
-        close_files([fd])
 
 
 def _absent(path: str, arguments: str, error: CheckpointNotFound) -> CheckpointNotFound:

@@ -38,7 +38,7 @@ from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import capture_relaxed, taking
 from gdsload.loading.whole_tensors import post
-from gdsload.memory.tensors import packed_shape, torch_dtype_of
+from gdsload.memory.tensors import flat_bytes, packed_shape, torch_dtype_of
 from gdsload.remote.urls import sources_of
 from gdsload.system.device_name import device_kind
 
@@ -318,14 +318,12 @@ class Exchange:
 
     def _rows(self, rows: Rows) -> torch.Tensor:
         """The memory of these rows in the tensor of this rank, as bytes."""
-        import torch
-
         layout = self._layouts[rows.tensor]
         tensor = self._tensors.get(rows.tensor)
         if tensor is None:
             tensor = self._tensors[rows.tensor] = self._empty(layout)
         wanted = layout.rows_of(self._readers.rank)
-        raw = tensor.reshape(-1).view(torch.uint8).view(len(wanted), -1)
+        raw = flat_bytes(tensor).view(len(wanted), -1)
         return raw[rows.start - wanted.start : rows.stop - wanted.start]
 
     def _receiving(self, window: _Window) -> list[tuple[int, Message, torch.Tensor]]:

@@ -1,7 +1,8 @@
 """What works on this machine: each I/O path with yes, partly or no, the reason and a hint.
 
 Every check is a function that returns a `Finding`; it changes, loads and prints nothing. `root`
-replaces the root directory in checks that read files, so that tests can show another machine.
+replaces the root directory in checks that read files, so that tests can show another machine; the
+checks of cuFile have `backends.cufile.library.ROOT` for it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ turns failures into errors, and takes over ranges that a prefetch is still readi
     `DeviceReadWindow` as `DeviceBatch`, taken slice by slice      `transformers.readahead_queue`
 
 The constructor posts the reads, so a subclass sets its attributes before it calls the one of
-`Batch`. It may override `_make_tensors`, `_take_memory`, `_before_reads` and `_start_anew`.
+`Batch`. It may override `tensors_of`, `state` and `release`, and `_make_tensors`, `_take_memory`,
+`_before_reads`, `_start_anew` and `_note_progress`.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from gdsload.checkpoint.manifest import (
     manifest_path,
     read_manifest,
 )
-from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointNotFound, IntegrityError, shown
+from gdsload.memory.tensors import flat_bytes
 from gdsload.planning.read_plan import FILE_ORDER, ByteRange
 from gdsload.report import LoadReport
 from gdsload.system.parallel import parallel_map
@@ -189,7 +189,7 @@ class Verifier:
         Returns the number of bytes that were compared. Raises IntegrityError.
         """
         compared = 0
-        raw = tensor.reshape(-1).view(torch_dtype("U8"))
+        raw = flat_bytes(tensor)
         start = 0
         for part in parts:
             for block in self.blocks_of(part):

@@ -19,6 +19,7 @@ import resource
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from typing import NamedTuple
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
@@ -43,6 +44,15 @@ _COPY_BYTES = 128 << 10
 # Of the descriptors of the process, for the shards and their direct reads. Imports need some, too.
 _DESCRIPTOR_PERCENT = 75
 _FEW_DESCRIPTORS = "the process may open too few files (ulimit -n)"
+
+
+class _Direct(NamedTuple):
+    """A descriptor for direct reads of a shard, or why there is none."""
+
+    fd: int | None
+    block: int  # bytes; direct reads start and end on a multiple of it, in file and memory
+    refusal: str
+    errno: int  # of the refusal
 
 
 class ShardAccess:
@@ -170,7 +180,7 @@ class ShardAccess:
         for shard in shards:
             if self.blocks[shard] > most:
                 why = f"a direct read has {self.blocks[shard]:,} bytes, and at most {most:,} here"
-                self._note_direct(shard, (None, DEFAULT_BLOCK_BYTES, why, errno.EINVAL))
+                self._note_direct(shard, _Direct(None, DEFAULT_BLOCK_BYTES, why, errno.EINVAL))
 
     def _register(self, backend: Backend, shard: int) -> None:
         opened = self._checkpoint.shards[shard]
@@ -224,13 +234,14 @@ class ShardAccess:
         there is none. Those of distant storage are opened in parallel threads, which may hang."""
         opened, room = self._checkpoint.shards, self._room_for_direct()
         for shard in shards[room:]:
-            self._note_direct(shard, (None, self.blocks[shard], _FEW_DESCRIPTORS, errno.EMFILE))
+            refused = _Direct(None, self.blocks[shard], _FEW_DESCRIPTORS, errno.EMFILE)
+            self._note_direct(shard, refused)
         near = [shard for shard in shards[:room] if not opened[shard].distant]
         distant = [shard for shard in shards[:room] if opened[shard].distant]
         for shard in near:
-            self._note_direct(shard, _open_direct(opened[shard]))
+            self._note_direct(shard, _reopened(opened[shard]))
         opening = parallel_map(
-            _open_direct,
+            _reopened,
             [opened[shard] for shard in distant],
             path_of=lambda shard: shard.path,
             discard=_close_direct,
@@ -249,20 +260,20 @@ class ShardAccess:
         taken = (2 if self._drops else 1) * len(self.blocks) + len(self._direct_fds)
         return max(0, most * _DESCRIPTOR_PERCENT // 100 - taken)
 
-    def _note_direct(self, shard: int, found: tuple[int | None, int, str, int]) -> None:
+    def _note_direct(self, shard: int, found: _Direct) -> None:
         opened = self._checkpoint.shards[shard]
-        direct_fd, self.blocks[shard], refusal, code = found
-        if direct_fd is not None:
-            self._direct_fds[shard] = direct_fd
+        self.blocks[shard] = found.block
+        if found.fd is not None:
+            self._direct_fds[shard] = found.fd
         elif self.cache == "direct":
             raise ReadError(
-                f"{opened.path}: cache='direct', but {refusal}",
+                f"{opened.path}: cache='direct', but {found.refusal}",
                 path=opened.path,
-                errno=code,
+                errno=found.errno,
                 hint="cache='auto' reads it through the page cache",
             )
         else:
-            self.report.refusals[f"direct I/O on {opened.name}"] = refusal
+            self.report.refusals[f"direct I/O on {opened.name}"] = found.refusal
 
     def _note_absent(self, shard: Shard) -> None:
         """Notes what `close` drops. The kernel tells it only to those who may write to the file."""
@@ -311,22 +322,21 @@ def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:
             os.posix_fadvise(fd, each.offset, each.length, os.POSIX_FADV_WILLNEED)
 
 
-def _close_direct(found: tuple[int | None, int, str, int]) -> None:
-    if found[0] is not None:
-        close_files([found[0]], distant=True)
+def _close_direct(found: _Direct) -> None:
+    if found.fd is not None:
+        close_files([found.fd], distant=True)
 
 
-def _open_direct(shard: Shard) -> tuple[int | None, int, str, int]:
-    """Opens a shard again with O_DIRECT: the descriptor or None, the block size in bytes, and the
-    reason for None with its errno. Direct reads start and end on a multiple of the block, in file
-    and memory."""
+def _reopened(shard: Shard) -> _Direct:
+    """Opens a shard again with O_DIRECT."""
     alignment = system.direct_alignment(shard.fd)
     if alignment is not None and alignment[1] == 0:
         why = "its filesystem says that it does no direct I/O"
-        return None, DEFAULT_BLOCK_BYTES, why, errno.EINVAL
+        return _Direct(None, DEFAULT_BLOCK_BYTES, why, errno.EINVAL)
     block = max(alignment) if alignment is not None else DEFAULT_BLOCK_BYTES
     try:
-        return shard.reopen_direct(), block, "its filesystem does no direct I/O", errno.EINVAL
+        why = "its filesystem does no direct I/O"
+        return _Direct(shard.reopen_direct(), block, why, errno.EINVAL)
     except OSError as error:
         why = f"it cannot be opened for direct I/O: {error.strerror}"
-        return None, block, why, error.errno or 0
+        return _Direct(None, block, why, error.errno or 0)

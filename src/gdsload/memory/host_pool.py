@@ -288,7 +288,7 @@ class HostPool(quiesce.Holder):
         with self._lock:
             if self._closed:
                 return None
-            self.make_room(plan.read_bytes)
+            self._make_room(plan.read_bytes)
             segment = None
             try:
                 segment = self._take(_layout(plan)[1], plan.read_bytes)
@@ -398,9 +398,8 @@ class HostPool(quiesce.Holder):
         for segment in list(self._segments):
             segment.inherited = True
 
-    def make_room(self, nbytes: int) -> None:
-        """Internal: frees idle segments while the machine or its cgroup has less than `nbytes`
-        available."""
+    def _make_room(self, nbytes: int) -> None:
+        """Frees idle segments while the machine or its cgroup has less than `nbytes` available."""
         with self._lock:
             for segment in list(self._segments):
                 room = available.available_bytes()

@@ -198,22 +198,15 @@ class StagingRing(quiesce.Holder):
         for pipeline in [*self.users]:
             pipeline.close()
             self.users.discard(pipeline)
-        self.close()
-
-    def close(self) -> bool:
-        """Closes the parked pipelines and frees the memory.
-
-        Returns:
-            False if a pipeline is in use and nothing was done, or if a slot is still lent and the
-            memory was kept.
-        """
-        retired = self.retire()
-        if retired:
+        if self.retire():
             self.free()
-        return retired
 
     def retire(self) -> bool:
-        """Closes the parked pipelines and takes the slots out of use. False, as for `close`."""
+        """Closes the parked pipelines and takes the slots out of use.
+
+        Returns:
+            False if a pipeline is in use and nothing was done, or if a slot is still lent.
+        """
         with self._lock:
             if self.pid != os.getpid() or self.users or self.visitors:
                 return False

@@ -25,7 +25,7 @@ _PROBE_BYTES = 4096
 _PROBE_SECONDS = 10.0
 
 
-class Region(NamedTuple):
+class PeerRegion(NamedTuple):
     """A range of one storage."""
 
     kind: str  # "DRAM" or "VRAM"
@@ -84,7 +84,7 @@ class RegisteredMemory:
             raise BackendUnavailable(reason, {"nixl": reason})
         self.locations = locations_of(self._kept)
 
-    def _registration_fault(self, regions: list[Region]) -> str:
+    def _registration_fault(self, regions: list[PeerRegion]) -> str:
         """Registers regions of one kind of memory, and reads from one of each device. The fault, or
         ""."""
         if not regions:
@@ -102,7 +102,7 @@ class RegisteredMemory:
         except Exception as error:  # the classes of NIXL derive from Exception
             return str(error) or type(error).__name__
 
-    def _read_fault(self, region: Region) -> str:
+    def _read_fault(self, region: PeerRegion) -> str:
         """Reads the first bytes of a region through NIXL. The fault, or ""."""
         agent, (kind, device, start, end) = self._agent, region
         nbytes = min(_PROBE_BYTES, end - start)
@@ -130,17 +130,17 @@ def _memory_of(flat: torch.Tensor) -> tuple[str, int]:
     return ("DRAM", 0) if flat.device.type == "cpu" else ("VRAM", flat.device.index or 0)
 
 
-def regions_of(flats: Mapping[str, torch.Tensor]) -> list[Region]:
+def regions_of(flats: Mapping[str, torch.Tensor]) -> list[PeerRegion]:
     """The regions of tensors, ordered by kind, device and address."""
-    found: dict[tuple[str, int, int], Region] = {}
+    found: dict[tuple[str, int, int], PeerRegion] = {}
     for flat in flats.values():
         if not flat.numel():
             continue
         kind, device = _memory_of(flat)
         key = kind, device, flat.untyped_storage().data_ptr()
         start, end = flat.data_ptr(), flat.data_ptr() + flat.numel()
-        before = found.get(key, Region(kind, device, start, end))
-        found[key] = Region(kind, device, min(start, before.start), max(end, before.end))
+        before = found.get(key, PeerRegion(kind, device, start, end))
+        found[key] = PeerRegion(kind, device, min(start, before.start), max(end, before.end))
     return sorted(found.values())
 
 

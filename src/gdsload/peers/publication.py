@@ -30,7 +30,7 @@ from gdsload.checkpoint.manifest import (
 from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError, shown
 from gdsload.remote.directory import HEAD_BYTES
-from gdsload.remote.peer import Segment
+from gdsload.remote.peer import PeerSegment
 from gdsload.system.parallel import parallel_map
 
 SINGLE_FILE = "model.safetensors"
@@ -80,9 +80,9 @@ class PublishedFile(NamedTuple):
             missing -= len(parts[-1])
         return b"".join(parts)
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[PeerSegment]:
         """Where the data lies, in as few segments as possible; none crosses two regions."""
-        found: list[Segment] = []
+        found: list[PeerSegment] = []
         offset, region = len(self.header), -1
         for tensor in self.tensors:
             kind, device, address, nbytes, number = tensor.location
@@ -91,7 +91,7 @@ class PublishedFile(NamedTuple):
             if number == region and found[-1].address + found[-1].nbytes == address:
                 found[-1] = found[-1]._replace(nbytes=found[-1].nbytes + nbytes)
             else:
-                found.append(Segment(offset, nbytes, kind, device, address))
+                found.append(PeerSegment(offset, nbytes, kind, device, address))
             offset, region = offset + nbytes, number
         return found
 

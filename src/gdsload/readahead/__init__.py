@@ -1,1 +1,1 @@
-"""Reading before a load asks: prefetches, and the initialisation of a GPU."""
+"""Reading before a load asks: prefetches."""

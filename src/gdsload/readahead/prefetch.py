@@ -563,9 +563,8 @@ def prefetch(
             GPU cannot be used, `report.refusals` has the reason and host memory is used. The other
             tiers initialise the GPU meanwhile.
         tier: "memory" reads into the page cache if it has room, else into memory that one load
-            takes over. "pool" reads into the open
-            `warmup.HostPool`, for every later load. "pagecache" fills the page cache, for all
-            processes.
+            takes over. "pool" reads into the open `warmup.HostPool`, for every later load.
+            "pagecache" fills the page cache, for all processes.
         names: The tensors to read, as for `load_file`. None reads all.
         limit_bytes: For "pagecache": bytes to read at most. None: the available memory.
         keep: Whether bytes that the first load does not take are held until `close`.

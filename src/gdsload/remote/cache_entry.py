@@ -56,31 +56,31 @@ class Entry:
     """
 
     def __init__(
-        self, path: str, size: int, data_fd: int, pieces_fd: int, hasher: Callable[[], Any]
+        self, path: str, size: int, data_fd: int, events_fd: int, hasher: Callable[[], Any]
     ) -> None:
         """Owns the descriptors from now on. `hasher` makes an object as those of hashlib."""
-        self._data_fd, self._pieces_fd = data_fd, pieces_fd
+        self._data_fd, self._events_fd = data_fd, events_fd
         self.path, self.size, self.hasher = path, size, hasher
         self._lock = fork_safe_lock(self)
         self._parsed_bytes = 0
         self._ranges: dict[int, list[CachedRange]] = {}  # by block
         self._compared: set[CachedRange] = set()
         self._seal: tuple[int, ...] = ()
-        mode = fcntl.fcntl(pieces_fd, fcntl.F_GETFL) & os.O_ACCMODE
+        mode = fcntl.fcntl(events_fd, fcntl.F_GETFL) & os.O_ACCMODE
         self.writable = mode != os.O_RDONLY and self._range_lock(fcntl.F_RDLCK, _WRITERS, 1)
         self._refresh()
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:
         _close(self._data_fd)
-        _close(self._pieces_fd)
+        _close(self._events_fd)
 
     # --- which bytes are there ---------------------------------------------------------------
 
     def _refresh(self) -> None:
         """Reads the lines that were appended since the last call, by any process."""
         with self._lock, suppress(OSError):  # then what is not known is fetched
-            size = os.fstat(self._pieces_fd).st_size
-            raw = os.pread(self._pieces_fd, max(size - self._parsed_bytes, 0), self._parsed_bytes)
+            size = os.fstat(self._events_fd).st_size
+            raw = os.pread(self._events_fd, max(size - self._parsed_bytes, 0), self._parsed_bytes)
             raw = raw[: raw.rfind(b"\n") + 1]  # the last line may be half written
             self._parsed_bytes += len(raw)
             for start, end, checksum, *seal in _EVENT.findall(raw):
@@ -181,7 +181,7 @@ class Entry:
 
     def _append(self, form: str, *values: object) -> None:
         # The first line break ends a line that a full disk cut off.
-        os.write(self._pieces_fd, f"\n{form.format(*values)}\n".encode())
+        os.write(self._events_fd, f"\n{form.format(*values)}\n".encode())
 
     # --- whole files -------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Entry:
         one process exclude each other, too. Raises OSError if the filesystem has no locks."""
         what = struct.pack("hhqqi0q", kind, os.SEEK_SET, start, length, 0)
         try:
-            fcntl.fcntl(self._pieces_fd, fcntl.F_OFD_SETLK, what)
+            fcntl.fcntl(self._events_fd, fcntl.F_OFD_SETLK, what)
         except (BlockingIOError, PermissionError):  # another one has it
             return False
         return True

@@ -54,7 +54,7 @@ TURN_SECONDS = 120.0
 _ATTEMPTS = 3
 
 
-class Segment(NamedTuple):
+class PeerSegment(NamedTuple):
     """Contiguous bytes of a file in a peer's memory.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Contents(NamedTuple):
 
     agent: str
     head: bytes
-    segments: list[Segment]
+    segments: list[PeerSegment]
     starts: list[int]  # of the segments, in the file
 
 
@@ -465,9 +465,9 @@ def _meaning(refusal: _Refused) -> str:
     return known.get(why, f"the source refused: {why!r}")
 
 
-def _segments(found: Any, head: bytes, size: int) -> list[Segment]:
+def _segments(found: Any, head: bytes, size: int) -> list[PeerSegment]:
     """The segments of a file, which follow each other up to its end. Raises MessageError."""
-    segments: list[Segment] = []
+    segments: list[PeerSegment] = []
     try:
         end = found[0][0] if found else len(head)
         if not 0 <= end <= len(head):
@@ -475,7 +475,7 @@ def _segments(found: Any, head: bytes, size: int) -> list[Segment]:
         for offset, nbytes, kind, device, address in found:
             if offset != end or nbytes <= 0 or kind not in ("DRAM", "VRAM"):
                 raise ValueError("they do not follow each other")
-            segments.append(Segment(offset, nbytes, kind, int(device), int(address)))
+            segments.append(PeerSegment(offset, nbytes, kind, int(device), int(address)))
             end += nbytes
         if end != size:
             raise ValueError(f"they end at byte {end} of {size}")

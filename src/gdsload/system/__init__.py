@@ -1,3 +1,3 @@
-"""The machine and this process: GPUs, mounts, shared libraries, garbage collection,
-cancellation, and quiescing before a snapshot.
+"""The machine and this process: GPUs, mounts, storage, available memory, shared libraries, threads,
+garbage collection, cancellation, and quiescing before a snapshot.
 """

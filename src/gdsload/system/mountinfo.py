@@ -47,28 +47,28 @@ def mount_of(path: str | os.PathLike[str], root: str = "/") -> Mount | None:
     return found
 
 
-def kind_of_device(device: int, root: str = "/") -> str:
+def kind_of_device(device: int) -> str:
     """The kind of filesystem with this device number (`st_dev`); "" if it is not known.
 
     The filesystem itself is not asked: it may be one that does not answer.
     """
     number = f"{os.major(device)}:{os.minor(device)}"
-    return next((mount.kind for mount in _mounts(root) if mount.device == number), "")
+    return next((mount.kind for mount in _mounts() if mount.device == number), "")
 
 
-def kind_of_file(fd: int, root: str = "/") -> str:
+def kind_of_file(fd: int) -> str:
     """The kind of filesystem of an open file; "" if it is not known. The device number would not
     do: an overlay of several filesystems makes up its own for files of the lower ones."""
     try:
-        with open(os.path.join(root, f"proc/self/fdinfo/{fd}")) as file:
+        with open(f"/proc/self/fdinfo/{fd}") as file:
             number = re.search(r"^mnt_id:\s*(\d+)$", file.read(), re.MULTILINE)
     except OSError:
         return ""
-    mounts = _mounts(root) if number else ()
+    mounts = _mounts() if number else ()
     return next((mount.kind for mount in mounts if number and mount.number == number[1]), "")
 
 
-def _mounts(root: str) -> Iterator[Mount]:
+def _mounts(root: str = "/") -> Iterator[Mount]:
     """All mounts, in the kernel's order; none if the system does not report them."""
     try:
         with open(os.path.join(root, "proc/self/mountinfo"), errors="replace") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from gdsload.loading import device_init
 from gdsload.memory import staging_ring
 from gpuauto import SMALL, keep, load, rates_are
 from gpudoubles import CODE, DELAY, HANG, Doubles
-from gpuloads import PATIENCE_SECONDS, Load, direct
+from gpuloads import Load, direct
+from waiting import wait_for
 
 GB = 10**9
 
@@ -127,9 +127,7 @@ def test_posix_is_measured_while_cufile_is_opened(
     monkeypatch.setattr(Benchmark, "add", add)
     with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
         load = Load(backend, opened, io_mode="direct")
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not doubles.struck:
-            assert time.monotonic() < deadline, "cuFile was not opened"
+        wait_for(lambda: doubles.struck, "cuFile was not opened")
         assert load.finish() == {} and load.bytes() == bytes_of(0)
         backend.release(load.request)
     assert added[0] == "posix with 1 calls hanging" and len(added) == 3
@@ -146,9 +144,7 @@ def test_load_goes_on_while_losers_are_closed(
     with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
         first = Load(backend, opened, io_mode="direct")
         assert first.finish() == {}
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not doubles.struck:
-            assert time.monotonic() < deadline, "nothing was closed"
+        wait_for(lambda: doubles.struck, "nothing was closed")
         assert doubles.hung == 1
         later = Load(backend, opened, io_mode="direct")
         assert later.finish() == {} and later.bytes() == bytes_of(0)

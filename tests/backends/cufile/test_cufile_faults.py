@@ -52,6 +52,7 @@ from gpudoubles import (
 )
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
 from storage import ENGINES
+from waiting import wait_for
 
 # Faults that are handled without an error.
 
@@ -529,20 +530,17 @@ def test_hanging_call_does_not_block_release(
 ) -> None:
     """The thread of the call is abandoned, and its late return writes to no tensor."""
     load = hanging(kind, call, doubles, file)
-    deadline = time.monotonic() + PATIENCE_SECONDS
     load.backend.release(load.request)
     ctypes.memset(load.memory.address, 0x5A, SIZE)
     load.backend.close()
     assert doubles.cufile.double_hung(), "both have returned before the call"
     pump = load.request.pipeline.pump
     doubles.let_go()
-    while not pump.close(0.0):  # it was detached: there is no thread to join
-        assert time.monotonic() < deadline
-    while doubles.cufile.double_hung():
-        assert time.monotonic() < deadline
+    wait_for(lambda: pump.close(0.0))  # it was detached: there is no thread to join
+    wait_for(lambda: not doubles.cufile.double_hung())
     (only,) = staging_ring.rings()
-    while not only.close():
-        assert time.monotonic() < deadline, "its slots were not given back"
+    wait_for(only.retire, "its slots were not given back")
+    only.free()
     assert load.bytes() == b"\x5a" * SIZE
 
 
@@ -560,10 +558,7 @@ def test_hanging_open_is_final(doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 def come_back(doubles: Doubles) -> None:
     """Lets hanging calls of cuFile go, and waits for them."""
     doubles.let_go()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while doubles.hung:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_for(lambda: not doubles.hung)
 
 
 @pytest.mark.parametrize("kind", [GdsMtBackend, GdsBackend])

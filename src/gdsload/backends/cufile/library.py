@@ -305,35 +305,34 @@ def versions() -> dict[str, str]:
     }
 
 
-def native_path(root: str = "") -> tuple[str, str]:
+def native_path() -> tuple[str, str]:
     """The native path that the machine's files promise, without opening cuFile.
 
     Returns:
         (`NVFS` or `P2P`, ""), or ("", the reason why there is none).
     """
-    root = root or ROOT
-    version = _text(root, "proc/driver/nvidia-fs/version")
-    nodes = glob.glob(os.path.join(root, "dev/nvidia-fs*"))
+    version = _text(ROOT, "proc/driver/nvidia-fs/version")
+    nodes = glob.glob(os.path.join(ROOT, "dev/nvidia-fs*"))
     if version and nodes:
         return NVFS, ""
     if version:
         return "", "nvidia-fs is loaded, but /dev/nvidia-fs* is not in this container"
-    if "RMForceStaticBar1=1" in _text(root, "proc/driver/nvidia/params"):
+    if "RMForceStaticBar1=1" in _text(ROOT, "proc/driver/nvidia/params"):
         return P2P, ""
     return "", "nvidia-fs is not loaded, and the driver is not set up for PCI P2PDMA"
 
 
-def obstacle(root: str = "") -> str:
+def obstacle() -> str:
     """Why opening cuFile here would hang or fail, or ""."""
     try:
-        with open(os.path.join(root or ROOT, "proc/modules")):
+        with open(os.path.join(ROOT, "proc/modules")):
             pass
     except OSError as error:
         # cuFileDriverOpen would never stop looking for it, at full processor load.
         return (
             f"/proc/modules cannot be read ({error.strerror}), and cuFile does not open without it"
         )
-    if not os.path.isdir(os.path.join(root or ROOT, "run/udev")):
+    if not os.path.isdir(os.path.join(ROOT, "run/udev")):
         return "there is no /run/udev, where cuFile looks up which device a file is on"
     return ""
 

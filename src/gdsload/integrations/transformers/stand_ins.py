@@ -180,9 +180,8 @@ def _fetch(source: RemoteDirectory, folder: Path, variant: str | None) -> set[st
         weights = {name for name in listed if name.endswith(".safetensors")}
     except CheckpointNotFound:
         raise
-    except (
-        CheckpointError
-    ):  # it cannot be listed; then a missing file may look like a forbidden one
+    except CheckpointError:
+        # It cannot be listed. Then a missing file may look like a forbidden one.
         names = [*USUAL_NAMES, *([f"model.safetensors.index.{variant}.json"] if variant else [])]
         absent += (CheckpointAccessError,)
 
