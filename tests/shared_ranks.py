@@ -379,7 +379,7 @@ def no_room(folder: Path) -> Any:
 def no_room_together(folder: Path) -> Any:
     """The limit of the cgroup of all ranks is enough for one of them."""
     room = sum(tensor.nbytes for tensor in expected(folder).values()) + available.SPARE_BYTES
-    with mock.patch.object(available, "available_bytes", lambda: room):
+    with mock.patch.object(available, "available_bytes", lambda *_: room):
         gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
 
 
@@ -387,7 +387,7 @@ def own_limit(folder: Path) -> Any:
     """Each rank may have the memory of its own tensors."""
     want = expected(folder)
     room = sum(tensor.nbytes for tensor in want.values()) + available.SPARE_BYTES
-    with cgroup_each(), mock.patch.object(available, "available_bytes", lambda: room):
+    with cgroup_each(), mock.patch.object(available, "available_bytes", lambda *_: room):
         return facts(gdsload.load_file(folder, group=dist.group.WORLD, cache="direct"), want)
 
 
@@ -395,7 +395,7 @@ def no_room_of_own(folder: Path) -> Any:
     """The limit of rank 1 is too low."""
     room = sum(tensor.nbytes for tensor in expected(folder).values()) + available.SPARE_BYTES
     room -= dist.get_rank() == 1
-    with cgroup_each(), mock.patch.object(available, "available_bytes", lambda: room):
+    with cgroup_each(), mock.patch.object(available, "available_bytes", lambda *_: room):
         gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
 
 

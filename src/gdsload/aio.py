@@ -19,6 +19,7 @@ from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
 from gdsload.integrations.transformers.monkeypatch import held
+from gdsload.system import torch_thread
 from gdsload.system.cancellation import CancelToken, check
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import STALL_SECONDS
@@ -35,15 +36,19 @@ _END = ("", None)
 
 
 def _in_executor(call: Callable[..., Any], *args: Any, **named: Any) -> asyncio.Future[Any]:
-    """Calls in a thread of the loop's executor, with the caller's context variables.
+    """Calls in a thread of the loop's executor, with the caller's context variables, and what torch
+    keeps for its thread.
 
     Raises GdsloadError if no thread can be started; the call is then never made.
     """
     wanted = True
-    context = copy_context()
+    context, same_as_here = copy_context(), torch_thread.of_this_thread()
 
     def run() -> Any:  # the executor queues a call even if it can start no thread for it
-        return context.run(call, *args, **named) if wanted else None
+        if not wanted:
+            return None
+        with same_as_here():
+            return context.run(call, *args, **named)
 
     try:
         return asyncio.get_running_loop().run_in_executor(None, run)
@@ -81,7 +86,8 @@ async def astream(
     """`gdsload.stream` for `async for`: the event loop runs while this waits for bytes.
 
     Leaving the loop early ends the reads when the iterator is closed; `contextlib.aclosing` closes
-    it at once. Cancelling the task ends a wait for bytes within a tenth of a second.
+    it at once. Cancelling the task ends a wait for bytes within a tenth of a second. On a GPU, the
+    tensors are made in the order of the stream that is current when the next one is awaited.
 
     Args:
         source: As for `stream`.
@@ -151,7 +157,7 @@ _in_callback: ContextVar[bool] = ContextVar("gdsload.in_callback", default=False
 _loop_turns: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakValueDictionary()
 
 
-def _in_turn(source: str | os.PathLike[str], device: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _in_turn(source: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> Any:
     turn = _turn
     callback: Any = kwargs.get("on_module_ready")
 
@@ -168,28 +174,18 @@ def _in_turn(source: str | os.PathLike[str], device: Any, /, *args: Any, **kwarg
     while not turn.acquire(timeout=0.1):
         check()  # raises if this load was cancelled
     try:
-        with nullcontext() if device is None else device:
-            return from_pretrained(source, *args, **kwargs)
+        return from_pretrained(source, *args, **kwargs)
     finally:
         turn.release()
-
-
-def _default_device() -> Any:
-    """torch's default device, which belongs to a thread; None if nobody can have set one."""
-    torch: Any = sys.modules.get("torch")
-    if not hasattr(torch, "get_default_device"):  # not imported, or another thread is at it
-        return None
-    device = torch.get_default_device()
-    return None if device.type == "cpu" else device
 
 
 async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     """`gdsload.from_pretrained` for `await`: the event loop runs while the model loads.
 
-    The load runs in a thread of the loop's executor, with the context variables and torch's default
-    device of the caller; `on_module_ready` is called there. Loads run one after the other, because
-    transformers changes state of the whole process while it builds a model; during a callback,
-    others may run.
+    The load runs in a thread of the loop's executor, with the caller's context variables, default
+    device of torch, current GPU and current streams; `on_module_ready` is called there. Loads run
+    one after the other, because transformers changes state of the whole process while it builds a
+    model; during a callback, others may run.
 
     Cancelling the awaiting task ends the reads and frees what was loaded before CancelledError is
     raised here: at the next tensor, or, while Python imports or transformers reads by itself, when
@@ -215,7 +211,7 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
         lock = _loop_turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
-        loading = _in_executor(stop.run, _in_turn, source, _default_device(), *args, **kwargs)
+        loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:

@@ -542,7 +542,7 @@ def test_index_with_metadata_of_any_depth_up_to_the_limit_is_read() -> None:
 def test_index_that_needs_more_memory_than_there_is_names_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(available, "available_bytes", lambda: available.SPARE_BYTES)
+    monkeypatch.setattr(available, "available_bytes", lambda *_: available.SPARE_BYTES)
     with pytest.raises(PlacementError, match=r"needed to parse i\.json and "):
         read_weight_map(b'{"weight_map":{"w":"' + b"a" * (4 << 20) + b'"}}', path="i.json")
 
@@ -585,7 +585,7 @@ def test_memory_of_hostile_json_is_below_its_estimate(kind: str) -> None:
 def test_header_that_needs_more_memory_than_there_is_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(available, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(available, "available_bytes", lambda *_: 100 << 20)
     raw = b'{"w":[' + b"0," * (3 << 20) + b"0]}"
     with pytest.raises(PlacementError, match=r"needed to parse f and [0-9,]+ are kept") as caught:
         parse_header(raw, 8 + len(raw), path="f")

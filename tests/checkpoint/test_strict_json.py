@@ -167,7 +167,7 @@ def test_estimate_counts_text_and_objects() -> None:
 
 
 def test_room_is_required_for_long_json_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available, "available_bytes", lambda: available.SPARE_BYTES)
+    monkeypatch.setattr(available, "available_bytes", lambda *_: available.SPARE_BYTES)
     short = b" " * ((4 << 20) - 1) + b"1"
     assert strict_json(short) == 1
     with pytest.raises(PlacementError) as caught:

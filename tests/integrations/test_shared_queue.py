@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ import torch.distributed as dist
 import gdsload
 import tinymodels
 from equal import NEW
+from gdsload.distribution.exchange import Exchange
 from gdsload.errors import GdsloadError, PlacementError
 from gdsload.integrations.transformers.model_reader import ModelReader
-from gdsload.system import available
+from gdsload.system import available, torch_thread
 
 
 @pytest.fixture
@@ -71,7 +74,40 @@ def test_model_that_has_no_room_is_refused_before_a_byte_is_read(
     with gdsload.Checkpoint.open(tmp_path) as checkpoint:
         nbytes = checkpoint.total_bytes
     room = nbytes + available.SPARE_BYTES - 1
-    monkeypatch.setattr(available, "available_bytes", lambda: room)
+    monkeypatch.setattr(available, "available_bytes", lambda *_: room)
     with pytest.raises(PlacementError, match=f"^{nbytes:,} bytes are to be loaded") as caught:
         gdsload.from_pretrained(tmp_path, group=one_rank)
     assert caught.value.missing_bytes == 1 and not gdsload.last_report().read_bytes
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 asks for each tensor by itself")
+def test_exchange_runs_in_the_streams_of_the_thread_that_loads(
+    one_rank: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors are used there, and torch keeps the current stream for each thread."""
+    inside: list[str] = []
+    noted, windows = [], []
+
+    @contextmanager
+    def streams() -> Iterator[None]:
+        inside.append(threading.current_thread().name)
+        yield
+        inside.clear()
+
+    def note() -> Callable[[], AbstractContextManager[None]]:
+        noted.append(threading.current_thread())
+        return streams
+
+    real = Exchange.windows
+
+    def recorded(exchange: Exchange) -> Iterator[Any]:
+        for complete in real(exchange):
+            windows.append([*inside])
+            yield complete
+
+    monkeypatch.setattr(torch_thread, "streams_of_this_thread", note)
+    monkeypatch.setattr(Exchange, "windows", recorded)
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    gdsload.from_pretrained(tmp_path, group=one_rank)
+    assert noted == [threading.main_thread()]
+    assert windows and all(names == ["gdsload-exchange"] for names in windows)

@@ -90,7 +90,7 @@ def test_more_reads_than_memory_can_plan_raise_placement_error(
     with open(path, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    monkeypatch.setattr(available, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(available, "available_bytes", lambda *_: 100 << 20)
     stream = gdsload.stream(path, cache="direct", options={"request_bytes": 4096})
     with pytest.raises(PlacementError, match="to plan the reads"):
         next(stream)

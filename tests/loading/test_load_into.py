@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
-from gdsload.loading import batch, destinations, device_batch
+from gdsload.loading import batch, destinations, device_batch, into
 from gdsload.loading.batch import Batch
 from gdsload.loading.into import TargetBatch
 from gdsload.loading.window_writer import WindowWriter
@@ -727,3 +728,15 @@ def test_targets_on_host_and_device_are_read_by_one_call(
     report = gdsload.load_into(targets, path, backend="gds_mt", options=BACKENDS[2][1])
     require_equal(targets, saved)
     assert set(report.device.split(",")) == {"cpu", "cuda:0"}
+
+
+def test_copies_to_a_gpu_by_way_of_the_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a backend that only reads to the host, and has a session of the CPU."""
+    waited: list[str] = []
+    monkeypatch.setattr(device_batch, "synchronize", waited.append)
+    on_gpu: Any = SimpleNamespace(tensor=SimpleNamespace(is_cuda=True, device="cuda:1"))
+    on_host: Any = SimpleNamespace(tensor=torch.empty(1))
+    for device, destination in (("cpu", on_gpu), ("cuda:0", on_gpu), ("cpu", on_host)):
+        session: Any = SimpleNamespace(device=device)
+        into._finish_copies(session, [destination])
+    assert waited == ["cuda:1", "cuda:0"]

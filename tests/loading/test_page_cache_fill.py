@@ -236,7 +236,7 @@ def test_file_that_has_no_room_in_memory_is_mapped(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (page_cache_fill, available):
-        monkeypatch.setattr(module, "available_bytes", lambda: 12_000_000)
+        monkeypatch.setattr(module, "available_bytes", lambda *_: 12_000_000)
     monkeypatch.setattr(available, "SPARE_BYTES", 4_000_000)
     for asked in ({"cache": "direct"}, {"page_cache": "keep"}):
         with pytest.raises(PlacementError, match="are missing"):
@@ -253,7 +253,7 @@ def test_prefetch_that_has_no_room_in_memory_is_refused_and_its_load_maps(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (page_cache_fill, available):
-        monkeypatch.setattr(module, "available_bytes", lambda: 4_000_000)
+        monkeypatch.setattr(module, "available_bytes", lambda *_: 4_000_000)
     with gdsload.prefetch(path) as ahead:
         with pytest.raises(PlacementError, match="are missing"):
             ahead.wait(60)

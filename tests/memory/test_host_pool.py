@@ -560,7 +560,7 @@ def test_idle_memory_goes_when_the_machine_runs_short(
         by_load_file(tiny_checkpoint)
         gc.collect()
         assert pool.idle_bytes > 0
-        monkeypatch.setattr(available, "available_bytes", lambda: 0)
+        monkeypatch.setattr(available, "available_bytes", lambda *_: 0)
         with pytest.raises(PlacementError):
             by_load_file(other)
         assert pool.held_bytes == 0

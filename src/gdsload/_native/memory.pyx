@@ -121,6 +121,7 @@ cdef class Region:
     """One mapping. It lives until its last tensor and its last read are gone."""
 
     cdef CRegion *region
+    cdef object __weakref__
 
     @staticmethod
     def anonymous(uint64_t length):

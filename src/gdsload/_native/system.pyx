@@ -1,5 +1,5 @@
 """What the kernel knows of a file: the alignment of direct I/O, its attributes, and its pages in the
-page cache.
+page cache. And of memory: how much of it is untouched.
 
 Raw system calls, because the supported C libraries are older than these calls.
 """
@@ -165,3 +165,23 @@ def mincore_pages(int fd, uint64_t offset, uint64_t length):
     if failed:
         raise OSError(failed, os.strerror(failed))
     return resident
+
+
+def untouched_bytes(uint64_t address, uint64_t length):
+    """Bytes of anonymous memory, from the start of a page, that no page of the machine stands for
+    yet. 0 if the kernel does not tell, or if the memory is not there, as in a child of a fork."""
+    cdef uint64_t page = page_bytes()
+    cdef uint64_t end = address + length
+    cdef uint64_t part, i, untouched = 0
+    cdef unsigned char vec[4096]
+    if counts_untouched(page):
+        return 0
+    with nogil:
+        while address < end:
+            part = min(end - address, <uint64_t>4096 * page)
+            if mincore(<void *>address, part, vec) != 0:
+                break
+            for i in range((part + page - 1) // page):
+                untouched += page * (1 - (vec[i] & 1))
+            address += part
+    return min(untouched, length)

@@ -212,7 +212,7 @@ def _read_in_place(
         begin()  # if nothing is read, prefetched bytes are copied
         batch.wait(advance)
         batch.copy_views()
-        _finish_copies(session)
+        _finish_copies(session, destinations)
     except GdsloadError:
         if _unchanged(session):
             for each in destinations:
@@ -248,7 +248,7 @@ def _write_windows(
     try:
         while writer.copied < len(writer.windows):
             writer.copy_next(advance)
-        _finish_copies(session)
+        _finish_copies(session, destinations)
     except GdsloadError:
         verified = _unchanged(session)
         raise
@@ -282,12 +282,15 @@ def _count_version(destination: Destination) -> None:
         torch.autograd.graph.increment_version(destination.tensor)
 
 
-def _finish_copies(session: Session) -> None:
-    """Waits for torch's copies on the device: others may use the tensors on any stream."""
-    if session.device != "cpu":
+def _finish_copies(session: Session, destinations: Sequence[Destination]) -> None:
+    """Waits for torch's copies to the device: others may use the tensors on any stream."""
+    device = session.device
+    if device == "cpu" and destinations[0].tensor.is_cuda:
+        device = str(destinations[0].tensor.device)  # of a backend that only reads to the host
+    if device != "cpu":
         from gdsload.loading.device_batch import synchronize
 
-        synchronize(session.device)
+        synchronize(device)
 
 
 def _parts_of(destination: Destination) -> Iterator[CopyPart]:

@@ -16,7 +16,7 @@ from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, PlacementError
 from gdsload.planning.read_plan import ReadPlan
-from gdsload.system.available import require_room
+from gdsload.system.available import take_room
 from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
@@ -58,18 +58,20 @@ class HostBuffers:
         """
         mapped = plan.mapped_targets if mapping_of is not None else frozenset()
         needed = plan.buffer_bytes - (pool.idle if pool is not None else 0)
-        if needed > 0:  # looking takes as long as planning a window
-            require_room(needed)
         take = Region.anonymous if pool is None else pool.take
         self.starts: list[BufferView] = []
+        own: dict[Region, int] = {}
         try:
             for number, target in enumerate(plan.targets):
                 if mapping_of is not None and number in mapped:
                     self.starts.append(BufferView(mapping_of(target.shard), target.offset))
                 else:
-                    self.starts.append(BufferView(take(target.length), 0))
+                    own[region := take(target.length)] = target.length
+                    self.starts.append(BufferView(region, 0))
         except MemoryError as error:
             raise PlacementError(str(error)) from error
+        if needed > 0:  # looking takes as long as planning a window
+            take_room(own, needed)
 
     @collector_paused()
     def views(self, plan: ReadPlan) -> dict[str, BufferView]:

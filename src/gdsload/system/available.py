@@ -8,10 +8,17 @@ responsible for the memory of GPUs (`gdsload.system.gpu`), nor for giving any ba
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from gdsload.errors import PlacementError
+from gdsload.system.lifecycle import fork_safe_lock, in_child
+
+if TYPE_CHECKING:
+    from gdsload._native.memory import Region
 
 SPARE_BYTES = 64 << 20  # left to the rest of the system
 
@@ -29,13 +36,54 @@ _V1: _Names = (
 _V2: _Names = ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "file", "shmem")
 
 
+class _Filling:
+    """Memory of a load that is being read. What it has not touched yet is as good as taken."""
+
+    def __init__(self, lengths: Mapping[Region, int], nbytes: int) -> None:
+        self._lengths = WeakKeyDictionary(lengths)  # a region goes when its bytes are tensors
+        self._unread_bytes = sum(lengths.values()) - nbytes  # between what is read
+
+    def most_bytes(self) -> int:
+        """As many at most: looking at each page of many takes milliseconds. 0: it has ended."""
+        return max(sum(self._lengths.values()) - self._unread_bytes, 0)
+
+    def promised_bytes(self) -> int:
+        from gdsload._native.system import untouched_bytes
+
+        left = [untouched_bytes(each.address, n) for each, n in list(self._lengths.items())]
+        return max(sum(left) - self._unread_bytes, 0)
+
+
+_lock = fork_safe_lock(sys.modules[__name__])
+_filling: list[_Filling] = []
+in_child(_filling.clear)  # a child reads nothing of its parent's loads
+
+
+def take_room(lengths: Mapping[Region, int], nbytes: int) -> None:
+    """Like `require_room`, for regions of so many bytes, `nbytes` of which will be read. From now
+    on what they have not touched is missing in `available_bytes`, as long as they exist."""
+    with _lock:  # two loads must not find the same room
+        require_room(nbytes)
+        _filling.append(_Filling(lengths, nbytes))
+
+
+def _promised_bytes(room: int) -> int:
+    """Bytes that loads have not touched yet; more, but not more than `room`, if that is known
+    sooner."""
+    with _lock:
+        _filling[:] = [each for each in _filling if each.most_bytes()]
+        most = sum(each.most_bytes() for each in _filling)
+        return most if most <= room else sum(each.promised_bytes() for each in _filling)
+
+
 def require_room(nbytes: int, what: str = "bytes are to be loaded into memory") -> None:
     """Checks that `nbytes` of host memory are available; `what` is their purpose, for the message.
 
     Raises:
         PlacementError: too little memory; with the number of missing bytes, and the limit.
     """
-    _require(nbytes, what, available_bytes(), lambda: min(_limits(), default=(0, ""))[1])
+    available = available_bytes(nbytes + SPARE_BYTES)
+    _require(nbytes, what, available, lambda: min(_limits(), default=(0, ""))[1])
 
 
 def require_machine_room(nbytes: int, what: str) -> None:
@@ -56,9 +104,11 @@ def _require(nbytes: int, what: str, available: int | None, limit: Callable[[], 
         )
 
 
-def available_bytes() -> int | None:
-    """Bytes of host memory that a load may take. None if the system does not report them."""
-    return min(_limits(), default=(None, ""))[0]
+def available_bytes(enough: int = sys.maxsize) -> int | None:
+    """Bytes of host memory that a load may take. None if the system does not report them. If there
+    are `enough`, the number may be too small, but not below `enough`."""
+    left = min(_limits(), default=(None, ""))[0]
+    return None if left is None else max(left - _promised_bytes(left - enough), 0)
 
 
 def _limits() -> Iterator[tuple[int, str]]:

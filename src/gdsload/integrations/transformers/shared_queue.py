@@ -23,6 +23,7 @@ from gdsload.loading import window_writer
 from gdsload.loading.session import Session
 from gdsload.planning.layer_order import in_layers
 from gdsload.planning.tensor_slices import TensorSlice
+from gdsload.system import torch_thread
 from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class SharedQueue(ReadaheadQueue):
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._in_streams = torch_thread.streams_of_this_thread()
         boxes = dict(wanted.values())
         with readers.together():
             plan = agreed_layouts(readers, session, boxes, window_writer.AHEAD_BYTES, in_layers)
@@ -108,6 +110,10 @@ class SharedQueue(ReadaheadQueue):
                 self._changed.notify_all()
 
     def _exchange_windows(self) -> None:
+        with self._in_streams():  # in which the tensors are used
+            self._take_windows()
+
+    def _take_windows(self) -> None:
         device = self.session.device
         if device != "cpu":
             import torch

@@ -1,0 +1,62 @@
+"""What torch keeps for each thread: the default device, the current GPU and the current streams.
+
+A thread that loads for another one takes them over. Its tensors are then where the caller's would
+be, and what it does with them on a GPU comes in the order of the caller's work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+_Contexts = list[Callable[[], AbstractContextManager[Any]]]
+
+
+def of_this_thread() -> Callable[[], AbstractContextManager[None]]:
+    """Notes what torch keeps for the calling thread.
+
+    Returns:
+        Makes a context manager, in which another thread has the same.
+
+    Example:
+        >>> same_as_here = of_this_thread()
+        >>> def load():
+        ...     with same_as_here():  # in another thread
+        ...         return torch.empty(3)
+    """
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "get_default_device"):  # not imported, or another thread is at it
+        return partial(_entered, [])
+    default = torch.get_default_device()
+    return partial(
+        _entered, [lambda: default, *_streams()] if default.type != "cpu" else _streams()
+    )
+
+
+def streams_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
+    """As `of_this_thread`, without the default device."""
+    return partial(_entered, _streams())
+
+
+def _streams() -> _Contexts:
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
+        return []
+    makes: _Contexts = []
+    for each in range(cuda.device_count()):
+        stream = cuda.current_stream(each)
+        # Entering the default stream of a GPU that nobody uses would take memory of it.
+        if stream != cuda.default_stream(each):
+            makes.append(partial(cuda.stream, stream))
+    return [*makes, partial(cuda.device, cuda.current_device())]  # last: a stream sets it as well
+
+
+@contextmanager
+def _entered(makes: _Contexts) -> Iterator[None]:
+    with ExitStack() as stack:
+        for make in makes:
+            stack.enter_context(make())
+        yield
