@@ -16,7 +16,14 @@ import gpudoubles
 from contract import BLOCK
 from devicetensors import BACKENDS, TorchCuda, device_tensor, odd_tensors, raw
 from gdsload.backends.auto import backend as backend_module
-from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
+from gdsload.errors import (
+    BackendUnavailable,
+    CuFileError,
+    PlacementError,
+    ReadError,
+    ShortRead,
+    StallError,
+)
 from gdsload.loading import device_batch, io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
@@ -130,6 +137,21 @@ def test_failed_copy_raises_read_error(doubles: Doubles, tiny_checkpoint: Path) 
     doubles.fault("cuMemcpyAsync", CODE, 719, times=-1)
     with pytest.raises(ReadError, match="CUDA error 719"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=BACKENDS[0][1])
+
+
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
+def test_device_that_is_busy_is_not_taken_for_storage_that_hangs(
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    doubles.keep_busy()
+    words: dict[str, Any] = {"backend": backend, "options": options}
+    with pytest.raises(StallError, match="it was read, and cuda:0 is busy with other work"):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", stall_seconds=0.5, **words)
 
 
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)

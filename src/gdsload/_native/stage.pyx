@@ -25,7 +25,7 @@ from libc.string cimport memset
 from posix.mman cimport MADV_HUGEPAGE, MADV_WIPEONFORK, madvise
 from posix.unistd cimport getpid
 
-from gdsload._native.atomics cimport gds_add
+from gdsload._native.atomics cimport gds_add, gds_load, gds_store
 from gdsload._native.cuda cimport (
     CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CudaApi,
     enter_context, leave_context, relax,
@@ -227,6 +227,7 @@ cdef struct CStage:
     CMap **maps
     int room
     int next_map            # where a free number is searched first
+    int64_t only_copies     # 1: all reads have ended, and some of their copies have not
 
 
 cdef void release_map(CMap *addresses) noexcept nogil:
@@ -391,6 +392,11 @@ cdef class Stage:
             pthread_mutex_unlock(&stage.lock)
         leave_context(stage.cuda, mode)
         return code == CUDA_SUCCESS
+
+    @property
+    def only_copies(self):
+        """Whether all reads have ended, and some of their copies have not."""
+        return gds_load(&self.stage.only_copies) != 0
 
     def __dealloc__(self):
         if self.stage != NULL:
@@ -772,6 +778,9 @@ cdef int reap_stage(
         else:
             break
         polled = 1
+    gds_store(
+        &self.stage.only_copies, self.copying_count > 0 and self.reading == self.given_up
+    )
     return take_results(&self.ready, out, room)
 
 

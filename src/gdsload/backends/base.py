@@ -151,12 +151,14 @@ class Progress(NamedTuple):
         failures: Those among them that failed.
         finished: Whether all transfers of the request have settled.
         idle_seconds: Time since the last byte was read.
+        device_busy: Whether the reads have ended, and copies to the device wait for its other work.
     """
 
     settled: Sequence[int]
     failures: Sequence[Failure]
     finished: bool
     idle_seconds: float = 0.0
+    device_busy: bool = False
 
 
 class BackendStatus(NamedTuple):

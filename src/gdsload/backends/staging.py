@@ -20,6 +20,7 @@ from gdsload.backends.base import (
     Failure,
     Memory,
     OpenFile,
+    Progress,
     Registrations,
     require_own_process,
 )
@@ -151,6 +152,10 @@ class StagedRequest(PumpedRequest):
         base = self._addresses.base
         targets = [(base + start, length, None, -1) for start, length, _ in spaces]
         super().__init__(pipeline.name, pipeline.pump, transfers, files, targets)
+
+    def check(self) -> Progress:
+        busy = self.pipeline.stage.only_copies  # before: later, reads may have begun
+        return super().check()._replace(device_busy=busy)
 
     def failure(self, number: int) -> Failure:
         _, got, code = self.native.result(number)

@@ -405,6 +405,8 @@ class Batch:
             where = transfer.shard, transfer.offset, transfer.wanted
             reader = f"while {transfer.wanted} bytes at {transfer.offset} were read for tensor"
             reader += f" {tensor_at(self.plan, transfer)!r}"
+            if progress.device_busy:
+                reader += f": it was read, and {self.session.device} is busy with other work"
             raise stall_error(self.session.checkpoint, *where, idle_seconds, reader)
 
     def release(self) -> None:

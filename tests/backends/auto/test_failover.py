@@ -12,6 +12,7 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
+from devicetensors import TorchCuda
 from gdsload.backends import VRAM, Memory, OpenFile, Progress, Registration, tuning_cache
 from gdsload.backends.auto import backend as backend_module
 from gdsload.backends.auto.backend import AutoBackend
@@ -150,6 +151,20 @@ def test_hanging_read_is_read_by_the_next_backend(
     report = load(checkpoint)
     assert "no byte has arrived for" in report.refusals["gds_mt"]
     assert report.failovers["gds_mt -> posix"] > 0
+
+
+def test_backend_is_not_left_while_the_device_is_busy(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other one would copy sooner."""
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    load(checkpoint)
+    monkeypatch.setattr(backend_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    doubles.keep_busy()
+    threading.Timer(1.0, doubles.end_work).start()
+    report = load(checkpoint)
+    assert report.backend == "gds_mt" and not report.failovers
 
 
 def test_backend_of_a_stopped_process_is_not_left(

@@ -332,7 +332,8 @@ class AutoBackend(Backend):
             settled, failures = request.news()
             idle = min((part.idle_seconds for _, part in self._active()), default=0.0)
             finished = request.undone == 0 or request not in self._requests
-            return Progress(settled, failures, finished, idle)
+            busy = any(part.device_busy for _, part in self._active())
+            return Progress(settled, failures, finished, idle, busy)
 
     def _collect(self, request: AutoRequest, part: Part) -> None:
         """Notes what a part has read, and ends it if all of it has settled or its candidate was
@@ -381,8 +382,10 @@ class AutoBackend(Backend):
         if len(candidate.failures) >= MOST_FAILURES:
             return candidate.failed
         # Its parts share a queue: progress of any of them proves that it is alive.
-        mine = [part.idle_seconds for _, part in self._active() if part.candidate is candidate]
-        idle = min(mine, default=0.0)
+        mine = [part for _, part in self._active() if part.candidate is candidate]
+        if any(part.device_busy for part in mine):  # no other candidate would copy sooner
+            return ""
+        idle = min((part.idle_seconds for part in mine), default=0.0)
         stalled = candidate.watch.stalled(idle, SILENT_SECONDS)
         return f"no byte has arrived for {idle:.0f} s" if stalled else ""
 

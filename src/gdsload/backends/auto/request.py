@@ -82,6 +82,7 @@ class Part:
         ended: Whether it has been ended.
         failures: The number of transfers that failed.
         idle_seconds: Time since the last byte was read.
+        device_busy: As in `Progress`.
         paths: Bytes by I/O path, once it has ended.
     """
 
@@ -92,6 +93,7 @@ class Part:
         self.candidate, self.request = candidate, request
         self.transfers, self._tags = transfers, [transfer.tag for transfer in transfers]
         self.ended, self.failures, self.idle_seconds = False, 0, 0.0
+        self.device_busy = False
         self.paths: dict[str, int] = {}
         self._taken, self._settled = taken, bytearray(len(transfers))
         self._posted_at = self._ended_at = time.monotonic()
@@ -101,7 +103,7 @@ class Part:
         for number in progress.settled:
             self._settled[number] = 1
         self.failures += len(progress.failures)
-        self.idle_seconds = progress.idle_seconds
+        self.idle_seconds, self.device_busy = progress.idle_seconds, progress.device_busy
         return progress
 
     def unsettled(self) -> list[Transfer]:
