@@ -100,7 +100,10 @@ def verify(source: str, manifest: str | None, method: str, as_json: bool, **wher
             algorithm = SHA256 if verifier is None else verifier.algorithm
             if method == SHA256 != algorithm:  # an explicit manifest may be of any algorithm
                 raise IntegrityError(
-                    f"{how}: --method sha256, but its checksums are of {algorithm}", path=str(how)
+                    f"{how}: --method sha256, but its checksums are of {algorithm};"
+                    f" `gdsload manifest {checkpoint.source} --algorithm sha256 --output {how}`"
+                    " replaces them",
+                    path=str(how),
                 )
             if verifier is not None:
                 _read(checkpoint, verifier, advance)
