@@ -329,10 +329,29 @@ def test_wrong_arguments_exit_with_2(words: Sequence[str]) -> None:
     assert run(*words).exit_code == 2
 
 
-def test_doctor_of_a_path_that_is_not_there_is_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [["doctor"], ["inspect"], ["cache", "list"], ["make-checkpoint", "tiny"]]
+)
+def test_path_that_cannot_be_reached_exits_with_1(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    result = run(*words, tmp_path / "loop")
+    assert result.exit_code == 1
+    assert "its symbolic links form a loop" in result.stderr
+
+
+def test_doctor_of_a_path_that_is_not_there_exits_with_1(tmp_path: Path) -> None:
     result = run("doctor", tmp_path / "typo")
-    assert result.exit_code == 2
-    assert "does not exist" in result.stderr
+    assert result.exit_code == 1
+    assert result.stderr == f"gdsload: No such file or directory: {tmp_path}/typo\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "load", "doctor"])
+def test_access_to_a_path_is_decided_by_opening_it(
+    command: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by click before, whose message has no reason and no hint."""
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    assert run(command, tiny_checkpoint).exit_code != 2
 
 
 def test_error_is_one_line_or_with_debug_a_traceback(

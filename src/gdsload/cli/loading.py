@@ -53,7 +53,7 @@ _OPTION = "An option of the backend; may be repeated."
 )
 @click.option("--touch", is_flag=True, help="Add up every byte, as 64-bit words, after the load.")
 @click.option("--verify", is_flag=True, help="Compare every bit with the safetensors library.")
-@click.option("--trace", type=click.Path(dir_okay=False), help="Write a Chrome trace to this file.")
+@click.option("--trace", type=terminal.FILE, help="Write a Chrome trace to this file.")
 @terminal.json_of
 @terminal.common
 def load(

@@ -109,14 +109,18 @@ common = _options(
     click.option("-v", "--verbose", count=True, callback=_logs, help=_VERBOSE, **_eager),
     click.option("--debug", is_flag=True, callback=_debug, help=_TRACEBACK, **_eager),
 )
+# A file that this user may not read is no wrong argument, and the library's error has a hint.
+PATH = click.Path(readable=False)
+FILE = click.Path(dir_okay=False, readable=False)
+DIRECTORY = click.Path(file_okay=False, readable=False)
 source_of = _options(
-    click.argument("source", type=click.Path()),
+    click.argument("source", type=PATH),
     click.option("--revision", help="Branch, tag or commit of a model in the hub's cache."),
     click.option("--subfolder", default="", help="A folder inside the model."),
     click.option("--variant", help='Such as "fp16", for model.fp16.safetensors.'),
     click.option(
         "--cache-dir",
-        type=click.Path(),
+        type=PATH,
         help="The hub's cache, if not in its usual place; for a URL, where its files are kept.",
     ),
 )

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gdsload.checkpoint.file_io import open_error
 from gdsload.checkpoint.header import header_bytes
 from gdsload.errors import CheckpointError
 from gdsload.synthetic.model_shapes import MODELS, Tensor, configured, shapes, shards, total_bytes
@@ -111,7 +112,8 @@ def holds(
 ) -> bool:
     """Whether ``directory`` is the result of `write` with the same arguments.
 
-    Compares synth.json and the sizes of the files, not their contents.
+    Compares synth.json and the sizes of the files, not their contents. Raises CheckpointError if
+    they cannot be examined.
     """
     label = Path(directory, "synth.json")
     try:
@@ -123,6 +125,8 @@ def holds(
         )
     except (FileNotFoundError, NotADirectoryError, ValueError):  # of JSON and of UTF-8
         return False
+    except OSError as error:
+        raise open_error(error, str(label)) from error
 
 
 def _nbytes(tensors: list[Tensor]) -> int:
