@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import pty
+import shutil
 import struct
 import termios
 from collections.abc import Sequence
@@ -183,6 +184,32 @@ def test_make_checkpoint_writes_once(tmp_path: Path) -> None:
     other = run("make-checkpoint", "tiny", tmp_path / "model", "--layers", "2")
     assert other.exit_code == 1
     assert "not empty" in other.stderr
+
+
+def test_make_checkpoint_accepts_that_of_a_faster_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        shutil.copytree(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    result = run("make-checkpoint", "tiny", tmp_path / "model")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "is there already" in result.stdout
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_make_checkpoint_without_a_path_is_an_error(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for directory in (tmp_path, tiny_checkpoint):
+        monkeypatch.chdir(directory)
+        result = run("make-checkpoint", "tiny", "")
+        assert result.exit_code == 1 and "is empty" in result.stderr
+    assert os.listdir(tmp_path) == []
 
 
 def test_progress_bar_is_shown_on_terminals_only(tmp_path: Path) -> None:

@@ -93,7 +93,12 @@ def make_checkpoint(
     found = checkpoints.holds(directory, model, layers=layers, seed=seed)
     if not found:
         with progress_bar(stderr_is_terminal(), total, title=model) as advance:
-            checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
+            try:
+                checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
+            except CheckpointError:  # another process may have been faster
+                found = checkpoints.holds(directory, model, layers=layers, seed=seed)
+                if not found:
+                    raise
     if as_json:
         show_json({"directory": directory, "model": model, "bytes": total, "written": not found})
     else:

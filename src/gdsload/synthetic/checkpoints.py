@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gdsload.checkpoint.file_io import open_error
 from gdsload.checkpoint.header import header_bytes
+from gdsload.checkpoint.locate import local_path_text
 from gdsload.errors import CheckpointError
 from gdsload.synthetic.model_shapes import MODELS, Tensor, configured, shapes, shards, total_bytes
 
@@ -62,10 +63,10 @@ def write(
         The absolute path of ``directory``.
 
     Raises:
-        CheckpointError: The directory exists, the disk is or becomes full, this user may not write
-            there, or as for `shapes`.
+        CheckpointError: The path is empty, the directory exists, the disk is or becomes full, this
+            user may not write there, or as for `shapes`.
     """
-    target = Path(directory).resolve()
+    target = Path(local_path_text(directory)).resolve()
     wanted = total_bytes(model, layers)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         reason = "is not a directory"
@@ -115,7 +116,7 @@ def holds(
     Compares synth.json and the sizes of the files, not their contents. Raises CheckpointError if
     they cannot be examined.
     """
-    label = Path(directory, "synth.json")
+    label = Path(local_path_text(directory), "synth.json")
     try:
         if json.loads(label.read_bytes()) != _label(model, layers, seed):
             return False
