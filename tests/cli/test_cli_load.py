@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -100,6 +101,14 @@ def test_verify_detects_a_difference(
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert f"tensor '{EMBEDDING}' is not what safetensors reads" in result.stderr
+
+
+def test_verify_accepts_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(9)}, tmp_path / "new")
+    path = tmp_path / os.fsdecode(b"\xff.safetensors")
+    (tmp_path / "new").rename(path)
+    result = run("load", path, "--verify")
+    assert result.exit_code == 0 and "bit for bit" in result.stdout
 
 
 def test_checksum_counts_every_byte() -> None:
