@@ -139,6 +139,17 @@ def test_load_with_a_trace_in_a_missing_directory_reads_nothing(
     assert "nowhere/trace.json: no such directory" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["trace.json", "new.json"])
+def test_load_with_a_trace_that_cannot_be_written_reads_nothing(
+    name: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace.json").touch()
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write everywhere
+    result = run("load", tiny_checkpoint, "--trace", tmp_path / name)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"{name}: it cannot be written" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

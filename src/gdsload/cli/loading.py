@@ -76,8 +76,12 @@ def load(
 ) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
     settings = settings_of(options) | ({"engine": engine} if engine else {})
-    if trace and not os.path.isdir(os.path.dirname(trace) or "."):
-        raise click.UsageError(f"--trace {one_line(trace)}: no such directory")
+    if trace:
+        directory = os.path.dirname(trace) or "."
+        if not os.path.isdir(directory):
+            raise click.UsageError(f"--trace {one_line(trace)}: no such directory")
+        if not os.access(trace if os.path.exists(trace) else directory, os.W_OK):
+            raise GdsloadError(f"--trace {one_line(trace)}: it cannot be written")
     names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
         paths = [shard.path for shard in checkpoint.shards]
