@@ -411,11 +411,23 @@ def test_closed_pipe_exits_with_141_in_silence(words: Sequence[str], tiny_checkp
 @pytest.mark.parametrize("words", [["inspect", "SOURCE"], ["--help"], ["load", "--help"]])
 def test_full_disk_behind_stdout_is_an_error(words: list[str], tiny_checkpoint: Path) -> None:
     words = [str(tiny_checkpoint) if word == "SOURCE" else word for word in words]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
-        ended = process(COMMAND, *words, stdout=full)
+        ended = process(COMMAND, *words, stdout=full, env=buffered)
     assert ended.returncode == 1
-    assert ended.stderr.count("\n") == 1
-    assert "No space left" in ended.stderr
+    assert ended.stderr == "gdsload: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [["doctor", "."], ["make-checkpoint", "tiny", "x"]])
+def test_working_directory_that_was_removed_is_named(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = run(*words)
+    assert result.exit_code == 1
+    assert result.stderr == "gdsload: the current directory does not exist any more\n"
 
 
 @pytest.mark.parametrize("words", [["--version"], ["inspect"], ["plan"], ["doctor"]])

@@ -6,6 +6,7 @@ escaped before it is printed, because a name may contain control sequences of a 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -37,7 +38,7 @@ class Commands(click.Group):
         except OSError as error:
             closed = isinstance(error, BrokenPipeError)
             if not closed:
-                click.echo(f"gdsload: {error}", err=True)
+                click.echo(f"gdsload: {_named(error)}", err=True)
             _flush_or_forget()
             raise click.exceptions.Exit(PIPE_CLOSED if closed else 1) from None
 
@@ -61,21 +62,35 @@ class Commands(click.Group):
             if ctx.meta.get(DEBUG):
                 raise
             notes = getattr(error, "__notes__", ())
-            click.echo("; ".join([f"gdsload: {error}", *notes]), err=True)
+            click.echo("; ".join([f"gdsload: {_named(error)}", *notes]), err=True)
             code = 1
         if code:
             _flush_or_forget()
             ctx.exit(code)
 
 
-def _flush_or_forget() -> None:
-    """Drops output that cannot be written: Python would print the failure at exit."""
+def _named(error: GdsloadError | OSError) -> str:
+    """The text of an error. Python names neither standard output nor the working directory."""
+    if isinstance(error, GdsloadError) or error.filename is not None:
+        return str(error)
+    if not _flush_or_forget():  # an unbuffered one has forgotten it, and has no name then
+        return f"standard output: {error.strerror}"
+    if error.errno == errno.ENOENT:
+        return "the current directory does not exist any more"
+    return str(error)
+
+
+def _flush_or_forget() -> bool:
+    """Whether all output is written. If it cannot be, it is dropped: Python would print the failure
+    at exit."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError), open(os.devnull, "w") as devnull:
             os.dup2(devnull.fileno(), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _logs(ctx: click.Context, _: click.Parameter, count: int) -> None:
