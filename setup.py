@@ -35,7 +35,9 @@ REPOSITORY = os.environ.get("GDSLOAD_REPOSITORY", "").rstrip("/")
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 # An -O in CFLAGS is the caller's choice; a later -O would override it.
 OPTIMIZE = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]
-COMPILE = [*OPTIMIZE, "-fvisibility=hidden", "-Wall", "-pthread"]
+# Debug information names the directory: two of them would give different wheels.
+PORTABLE = f"-ffile-prefix-map={os.getcwd()}=."
+COMPILE = [*OPTIMIZE, "-fvisibility=hidden", "-Wall", "-pthread", PORTABLE]
 # -ldl is empty since glibc 2.34 and needed before it.
 LINK = ["-pthread", "-ldl"]
 

@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gdsload.checkpoint import Checkpoint
+from gdsload.errors import GdsloadError
 from gdsload.system.available import available_bytes
 
 from . import cache, machine, mounts, pages, records, states, values
@@ -233,6 +235,10 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     """The whole result, as it is written to JSON. Raises NotWhatItSays, Refused."""
     script = dict(word.partition("=")[::2] for word in options.script)
     with records.source_of(options) as source, ExitStack() as stack:
+        try:
+            Checkpoint.open(source).close()
+        except GdsloadError as error:  # or else each arm reports it
+            raise Refused(str(error)) from error
         name, members = records.name_of(options, source), None
         if options.storage == "cgroup":
             parent = Path(script.pop("parent", "/sys/fs/cgroup"))

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -262,6 +262,7 @@ def source_of(options: argparse.Namespace) -> Iterator[Path]:
     target = (options.dir / options.model).absolute()
     there = checkpoints.holds(target, options.model)
     known = target.exists()
+    made = [folder for folder in target.parents if not folder.exists()]
     try:
         if not there:
             checkpoints.write(options.model, target)
@@ -269,6 +270,9 @@ def source_of(options: argparse.Namespace) -> Iterator[Path]:
     finally:
         if not known and not options.keep:
             shutil.rmtree(target, ignore_errors=True)
+            with suppress(OSError):  # others use it
+                for folder in made:
+                    folder.rmdir()
 
 
 def name_of(options: argparse.Namespace, source: Path) -> str:

@@ -195,7 +195,7 @@ def verdict(what: str, ours: dict[str, object], theirs: dict[str, object]) -> bo
 
 def io_paths() -> str:
     report = gdsload.last_report()
-    paths = (f"{name} {size / 1e6:.0f} MB" for name, size in report.paths.items() if size)
+    paths = (f"{name} {size / 1e6:.0f} MB" for name, size in report.paths.items())
     return f"I/O paths of a cold load: {', '.join(paths)}"
 
 

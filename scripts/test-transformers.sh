@@ -18,8 +18,10 @@ failed=""
 for version in "$@"; do
     where=.cache/transformers-$version
     [ -x "$where/bin/python" ] || uv venv --quiet --python "$python" "$where"
+    tqdm=tqdm
+    [ "$version" != 4.57.6 ] || tqdm=tqdm==4.58.0  # the oldest of both
     uv pip install --quiet --python "$where/bin/python" "transformers==$version" "torch==$torch" \
-        accelerate safetensors psutil click tqdm pytest pytest-xdist hypothesis
+        accelerate safetensors psutil click "$tqdm" pytest pytest-xdist hypothesis
     printf 'transformers %s\n' "$version"
     PYTHONPATH="$PWD/src:$PWD/tests" "$where/bin/python" -m pytest -q -p no:cacheprovider \
         -n 3 --dist loadfile --no-loadscope-reorder \

@@ -182,6 +182,7 @@ def load_file(
         RankError: Another rank of `group` has failed, has ended, or does not answer.
         IntegrityError: Bytes differ from their checksum, or the manifest does not fit.
         ValueError: An argument has no such value.
+        TypeError: An argument has the wrong type, or the backend has no such option.
         IndexError: An index in `slices` is outside its tensor.
 
         All errors of gdsload are `safetensors.SafetensorError` too. Files that cannot be opened

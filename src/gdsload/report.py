@@ -287,7 +287,7 @@ class LoadReport:
             + (f", imports {imports:.3f} s of them" if imports >= 0.0005 else "")
             + f"; {self.cpu_seconds:.2f} s CPU"
         ]
-        paths = [f"{path} {size(nbytes)}" for path, nbytes in self.paths.items() if nbytes]
+        paths = [f"{path} {size(nbytes)}" for path, nbytes in self.paths.items()]
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
         if self.read_bytes and (took := self.reading_seconds):
             rate = size(self.read_bytes / took)

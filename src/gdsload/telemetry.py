@@ -70,7 +70,7 @@ def record_spans(tracer_provider: TracerProvider | None = None) -> Callable[[], 
             f"gdsload.{event.kind}",
             start_time=_nanoseconds(event.time - report.seconds),
             attributes={f"gdsload.{name}": getattr(report, name) for name in _ATTRIBUTES}
-            | {f"gdsload.path.{path}": nbytes for path, nbytes in report.paths.items() if nbytes},
+            | {f"gdsload.path.{path}": nbytes for path, nbytes in report.paths.items()},
         )
         phases: dict[str, list[Span]] = {}
         for span in report.spans:

@@ -132,6 +132,19 @@ def test_backend_that_cannot_be_imported_is_a_refusal(
     assert "failed to map segment" in refusals["gds_mt"]
 
 
+@pytest.mark.parametrize("wanted", ["auto", "posix"])
+def test_load_without_an_import_of_its_backend_says_why(
+    wanted: str, entries: list[EntryPoint], monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
+) -> None:
+    def fail(name: str) -> None:
+        raise OSError(24, "Too many open files", f"{name}.py")
+
+    monkeypatch.setattr(registry, "import_module", fail)
+    with pytest.raises(gdsload.BackendUnavailable) as caught:
+        gdsload.load_file(tiny_checkpoint, backend=wanted, cache="direct")
+    assert "cannot be imported: OSError" in caught.value.reasons["posix"]
+
+
 def test_entry_point_is_found(entries: list[EntryPoint]) -> None:
     entries.append(entry("Plain"))
     assert registry.find("plain") is Plain

@@ -42,6 +42,13 @@ def test_file_of_other_user_is_refused(
     assert "only to its owner; take a copy of your own, or be root" in answer.stderr
 
 
+def test_source_that_is_no_checkpoint_is_refused_before_the_first_arm(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    answer = run("bench", "cold", tmp_path / "notes.txt", "--output", tmp_path / "x.json")
+    assert answer.exit_code == 1
+    assert answer.stderr.count("notes.txt") == answer.stderr.count("\n") == 1
+
+
 def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(1 << 14))

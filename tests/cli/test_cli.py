@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import pty
+import shutil
 import struct
 import termios
 from collections.abc import Sequence
@@ -185,6 +186,32 @@ def test_make_checkpoint_writes_once(tmp_path: Path) -> None:
     assert "not empty" in other.stderr
 
 
+def test_make_checkpoint_accepts_that_of_a_faster_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        shutil.copytree(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    result = run("make-checkpoint", "tiny", tmp_path / "model")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "is there already" in result.stdout
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_make_checkpoint_without_a_path_is_an_error(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for directory in (tmp_path, tiny_checkpoint):
+        monkeypatch.chdir(directory)
+        result = run("make-checkpoint", "tiny", "")
+        assert result.exit_code == 1 and "is empty" in result.stderr
+    assert os.listdir(tmp_path) == []
+
+
 def test_progress_bar_is_shown_on_terminals_only(tmp_path: Path) -> None:
     silent = process(COMMAND, "make-checkpoint", "tiny", tmp_path / "silent")
     assert (silent.returncode, silent.stderr) == (0, "")
@@ -329,10 +356,29 @@ def test_wrong_arguments_exit_with_2(words: Sequence[str]) -> None:
     assert run(*words).exit_code == 2
 
 
-def test_doctor_of_a_path_that_is_not_there_is_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [["doctor"], ["inspect"], ["cache", "list"], ["make-checkpoint", "tiny"]]
+)
+def test_path_that_cannot_be_reached_exits_with_1(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    result = run(*words, tmp_path / "loop")
+    assert result.exit_code == 1
+    assert "its symbolic links form a loop" in result.stderr
+
+
+def test_doctor_of_a_path_that_is_not_there_exits_with_1(tmp_path: Path) -> None:
     result = run("doctor", tmp_path / "typo")
-    assert result.exit_code == 2
-    assert "does not exist" in result.stderr
+    assert result.exit_code == 1
+    assert result.stderr == f"gdsload: No such file or directory: {tmp_path}/typo\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "load", "doctor"])
+def test_access_to_a_path_is_decided_by_opening_it(
+    command: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by click before, whose message has no reason and no hint."""
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    assert run(command, tiny_checkpoint).exit_code != 2
 
 
 def test_error_is_one_line_or_with_debug_a_traceback(
@@ -365,11 +411,23 @@ def test_closed_pipe_exits_with_141_in_silence(words: Sequence[str], tiny_checkp
 @pytest.mark.parametrize("words", [["inspect", "SOURCE"], ["--help"], ["load", "--help"]])
 def test_full_disk_behind_stdout_is_an_error(words: list[str], tiny_checkpoint: Path) -> None:
     words = [str(tiny_checkpoint) if word == "SOURCE" else word for word in words]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
-        ended = process(COMMAND, *words, stdout=full)
+        ended = process(COMMAND, *words, stdout=full, env=buffered)
     assert ended.returncode == 1
-    assert ended.stderr.count("\n") == 1
-    assert "No space left" in ended.stderr
+    assert ended.stderr == "gdsload: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [["doctor", "."], ["make-checkpoint", "tiny", "x"]])
+def test_working_directory_that_was_removed_is_named(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = run(*words)
+    assert result.exit_code == 1
+    assert result.stderr == "gdsload: the current directory does not exist any more\n"
 
 
 @pytest.mark.parametrize("words", [["--version"], ["inspect"], ["plan"], ["doctor"]])
@@ -380,6 +438,16 @@ def test_commands_other_than_load_do_not_import_torch(
     assert ended.returncode in (0, 1, 2), ended.stderr
     assert ended.stdout != ""
     assert ended.stderr == "\n"
+
+
+@pytest.mark.parametrize("words", [["load"], ["serve"], ["bench", "cold"]])
+def test_command_without_torch_names_what_to_install(
+    words: list[str], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    without = f"import sys; sys.modules['torch'] = None\n{COMMAND}"
+    ended = process(without, *words, tiny_checkpoint, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr == "gdsload: torch is not installed: pip install torch\n"
 
 
 def test_load_imports_torch(tiny_checkpoint: Path) -> None:

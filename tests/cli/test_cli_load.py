@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -102,6 +103,14 @@ def test_verify_detects_a_difference(
     assert f"tensor '{EMBEDDING}' is not what safetensors reads" in result.stderr
 
 
+def test_verify_accepts_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(9)}, tmp_path / "new")
+    path = tmp_path / os.fsdecode(b"\xff.safetensors")
+    (tmp_path / "new").rename(path)
+    result = run("load", path, "--verify")
+    assert result.exit_code == 0 and "bit for bit" in result.stdout
+
+
 def test_checksum_counts_every_byte() -> None:
     base = torch.arange(21, dtype=torch.uint8)
     sums = set()
@@ -128,6 +137,17 @@ def test_load_with_a_trace_in_a_missing_directory_reads_nothing(
     result = run("load", tiny_checkpoint, "--trace", tmp_path / "nowhere" / "trace.json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "nowhere/trace.json: no such directory" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["trace.json", "new.json"])
+def test_load_with_a_trace_that_cannot_be_written_reads_nothing(
+    name: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace.json").touch()
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write everywhere
+    result = run("load", tiny_checkpoint, "--trace", tmp_path / name)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"{name}: it cannot be written" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def kinds(way):
     with gdsload.accelerated(on_event=lambda event: reports.append(getattr(event, "report", None))):
         load(way)
     reports = filter(None, reports)
-    return [r.integration or [path for path in r.paths if r.paths[path]] for r in reports]
+    return [r.integration or list(r.paths) for r in reports]
 
 assert "diffusers" not in sys.modules
 for _ in range(2):

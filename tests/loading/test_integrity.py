@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -680,13 +681,16 @@ def test_verified_load_into_existing_tensors_maps_no_file(hub: Path) -> None:
 def test_manifest_of_other_checksums_is_no_sha256(source: Path) -> None:
     pytest.importorskip("xxhash")
     record(source, "xxh3_128")
-    with pytest.raises(IntegrityError, match="its checksums are of xxh3_128") as caught:
+    command = f"`gdsload manifest {source} --algorithm sha256`"
+    complaint = f"its checksums are of xxh3_128; {re.escape(command)} replaces them"
+    with pytest.raises(IntegrityError, match=complaint) as caught:
         gdsload.load_file(source, verify="sha256")
     assert caught.value.path == str(source / manifest_module.MANIFEST_NAME)
 
 
 def test_sha256_without_hub_or_manifest_is_refused(tiny_checkpoint: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match="gdsload manifest"):
+    command = f"`gdsload manifest {tiny_checkpoint} --algorithm sha256` writes it"
+    with pytest.raises(CheckpointNotFound, match=re.escape(command)):
         gdsload.load_file(tiny_checkpoint, verify="sha256")
 
 
@@ -753,6 +757,8 @@ def test_verify_command_refuses_a_manifest_of_another_algorithm(
     record(tiny_checkpoint, "xxh3_128", "--output", tmp_path / "sums.json")
     result = run(*words, "--method", "sha256")
     assert result.exit_code == 1 and "its checksums are of xxh3_128" in result.stderr
+    command = f"--algorithm sha256 --output {tmp_path / 'sums.json'}` replaces them"
+    assert command in result.stderr
     assert answer(*words)["method"] == "xxh3_128"
     record(tiny_checkpoint, "sha256", "--output", tmp_path / "sums.json")
     assert answer(*words)["method"] == "sha256"

@@ -275,7 +275,7 @@ def test_disk_with_blocks_of_4096_is_read_directly(
             assert is_full_of(got, 3)
             paths = gdsload.last_report().paths
             assert paths[f"posix/{engine}/direct"] >= 2_400_000
-            assert paths[f"posix/{engine}/buffered"] == 0
+            assert f"posix/{engine}/buffered" not in paths
     finally:
         gc.collect()
         subprocess.run(["umount", "-l", device], check=False, capture_output=True)

@@ -398,6 +398,12 @@ def test_path_of_bytes_is_text_in_the_report(path: Path) -> None:
     assert report.source == str(path)
 
 
+def test_report_has_only_the_paths_that_brought_bytes(path: Path) -> None:
+    gdsload.load_file(path, cache="buffered")
+    report = gdsload.last_report()
+    assert report.paths == {f"posix/{report.engine}/buffered": report.read_bytes}
+
+
 def test_warm_file_is_mapped_and_cold_file_is_read(path: Path) -> None:
     with kept_warm(path):
         gdsload.load_file(path)

@@ -224,6 +224,14 @@ def test_wheel_unpacked_can_be_imported(wheel: Wheel, installed: Path) -> None:
     assert [file for file in files if not file.startswith(str(installed))] == []
 
 
+def test_modules_do_not_depend_on_the_directory_of_the_build(
+    unpacked: Path, installed: Path
+) -> None:
+    paths = list((installed / "gdsload" / "_native").glob("*.so"))
+    assert paths
+    assert [path.name for path in paths if os.fsencode(unpacked) in path.read_bytes()] == []
+
+
 def test_wheel_hides_liburing_symbols(wheel: Wheel, installed: Path) -> None:
     if "uring" not in wheel.compiled:
         pytest.skip(next(line for line in wheel.log.splitlines() if "is left out" in line))

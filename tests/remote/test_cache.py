@@ -687,7 +687,7 @@ def test_command_lists_and_removes_files(tmp_path: Path) -> None:
     for command in ("list", "clear"):
         refused = run("cache", command, tmp_path / "typo")
         assert refused.exit_code == 1
-        assert refused.stderr == f"gdsload: {tmp_path}/typo: no such directory\n"
+        assert refused.stderr == f"gdsload: No such file or directory: {tmp_path}/typo\n"
 
 
 @pytest.mark.parametrize("size", ["1e999", "-5", '"x"', "[" * 2000])

@@ -246,9 +246,13 @@ def test_backend_of_files_is_refused(url: str) -> None:
         gdsload.load_file(url, backend="posix")
 
 
-def test_backend_of_object_stores_refuses_files(tiny_checkpoint: Path) -> None:
-    with pytest.raises(gdsload.GdsloadError, match="files of this machine"):
-        gdsload.load_file(tiny_checkpoint, backend="object_store", cache="direct")
+@pytest.mark.parametrize("cache", ["auto", "direct"])
+@pytest.mark.parametrize("backend", ["object_store", "nixl", "replicas"])
+def test_backend_of_files_elsewhere_refuses_files(
+    backend: str, cache: str, tiny_checkpoint: Path
+) -> None:
+    with pytest.raises(BackendUnavailable, match="reads no files of this machine"):
+        gdsload.load_file(tiny_checkpoint, backend=backend, cache=cache)
 
 
 # --- checksums, command line ----------------------------------------------------------------------

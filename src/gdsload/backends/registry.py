@@ -87,11 +87,19 @@ def misfit(backend: Any) -> str:
 
 
 def built_in(name: str) -> type[Backend]:
-    """A built-in backend, or its replacement if one was registered under the same name."""
+    """A built-in backend, or its replacement if one was registered under the same name.
+
+    Raises:
+        BackendUnavailable: It cannot be imported.
+    """
     if name in _registered:
         return _registered[name]
     module, _, attribute = {**BUILT_IN, **ELSEWHERE}[name].partition(":")
-    backend: type[Backend] = getattr(import_module(module), attribute)
+    try:
+        backend: type[Backend] = getattr(import_module(module), attribute)
+    except Exception as error:  # no memory, or no descriptor, to import it with
+        reason = f"it cannot be imported: {type(error).__name__}: {error}"
+        raise BackendUnavailable(f"backend {name!r}: {reason}", {name: reason}) from error
     return backend
 
 
@@ -106,8 +114,8 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
     for name in BUILT_IN:
         try:
             found[name] = built_in(name)
-        except Exception as error:  # no memory, or no descriptor, to import it with
-            refusals[name] = f"it cannot be imported: {type(error).__name__}: {error}"
+        except BackendUnavailable as error:
+            refusals.update(error.reasons)
     entries: list[EntryPoint] = []
     try:
         entries = [e for e in entry_points(group=GROUP) if e.name not in BUILT_IN]
@@ -138,7 +146,7 @@ def find(name: str) -> type[Backend]:
     """The backend of that name.
 
     Raises:
-        BackendUnavailable: The name is unknown, or the backend does not fit; it names the others.
+        BackendUnavailable: It is unknown (the others are named), unfit, or cannot be imported.
     """
     if name in BUILT_IN or name in ELSEWHERE:
         return built_in(name)
@@ -208,8 +216,15 @@ def choose(
     refusals: dict[str, str] = {}
     dram = device_kind(device) == "cpu"
     for name in BUILT_IN:
-        if not (dram and name in _VRAM_ONLY) and is_usable(built_in(name), device, refusals):
-            return Choice(built_in(name), refusals)
+        if dram and name in _VRAM_ONLY:
+            continue
+        try:
+            backend = built_in(name)
+        except BackendUnavailable as error:
+            refusals.update(error.reasons)
+            continue
+        if is_usable(backend, device, refusals):
+            return Choice(backend, refusals)
     found, left_out = discover()
     refusals.update(left_out)
     for name, backend in found.items():

@@ -88,17 +88,24 @@ def manifest_path(checkpoint: Checkpoint) -> str:
     return os.path.join(os.path.dirname(first.path), MANIFEST_NAME)
 
 
-def manifest_of(checkpoint: Checkpoint) -> Manifest:
-    """The manifest beside the first shard. Raises as `read_manifest`."""
+def command_for(checkpoint: Checkpoint, algorithm: str = XXH3) -> str:
+    """The command that writes the manifest beside the first shard, for messages."""
+    option = "" if algorithm == XXH3 else f" --algorithm {algorithm}"
+    output = "" if checkpoint.shards[0].directory is None else " --output FILE"
+    return f"gdsload manifest {checkpoint.source}{option}{output}"
+
+
+def manifest_of(checkpoint: Checkpoint, algorithm: str = XXH3) -> Manifest:
+    """The manifest beside the first shard, of any algorithm; a message asks for one of
+    `algorithm`. Raises as `read_manifest`."""
     path, first = manifest_path(checkpoint), checkpoint.shards[0]
-    output = "" if first.directory is None else " --output FILE"
     try:
         if first.directory is None:
             raw = _read(path, checkpoint.stall_seconds)
         else:
             raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)
     except CheckpointNotFound as error:
-        raise _absent(path, f"{checkpoint.source}{output}", error) from None
+        raise _absent(path, command_for(checkpoint, algorithm), error) from None
     return parse_manifest(raw, path)
 
 
@@ -115,7 +122,7 @@ def read_manifest(
     try:
         raw = _read(path, stall_seconds)
     except CheckpointNotFound as error:
-        raise _absent(path, f"{source} --output {path}", error) from None
+        raise _absent(path, f"gdsload manifest {source} --output {path}", error) from None
     return parse_manifest(raw, path)
 
 
@@ -126,9 +133,9 @@ def _read(path: str, stall_seconds: float) -> bytes:
     return raw
 
 
-def _absent(path: str, arguments: str, error: CheckpointNotFound) -> CheckpointNotFound:
+def _absent(path: str, command: str, error: CheckpointNotFound) -> CheckpointNotFound:
     return CheckpointNotFound(
-        f"{path}: there is no manifest; `gdsload manifest {arguments}` writes it",
+        f"{path}: there is no manifest; `{command}` writes it",
         path=path,
         errno=error.errno,
     )

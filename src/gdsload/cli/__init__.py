@@ -6,18 +6,20 @@ Errors of the library become one line on stderr and exit code 1, wrong arguments
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 
 import click
 
+from gdsload.checkpoint.file_io import open_error
 from gdsload.cli.cached import cache
 from gdsload.cli.headers import inspect, plan
 from gdsload.cli.integrity import manifest, verify
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
 from gdsload.cli.serving import serve
-from gdsload.cli.terminal import VERBOSE, Commands, common, json_of, show_json
+from gdsload.cli.terminal import DIRECTORY, PATH, VERBOSE, Commands, common, json_of, show_json
 from gdsload.cli.warming import warmup
 from gdsload.errors import CheckpointError, one_line
 from gdsload.report import size
@@ -44,7 +46,7 @@ def main(ctx: click.Context) -> None:
 
 
 @main.command(short_help="What works on this machine, and what would help.")
-@click.argument("path", required=False, type=click.Path(exists=True))
+@click.argument("path", required=False, type=PATH)
 @json_of
 @common
 def doctor(path: str | None, as_json: bool) -> int:
@@ -55,6 +57,11 @@ def doctor(path: str | None, as_json: bool) -> int:
     """
     from gdsload.doctor import examine
 
+    if path is not None:
+        try:
+            os.stat(path)
+        except OSError as error:
+            raise open_error(error, path) from error
     diagnosis = examine(path)
     if as_json:
         show_json(diagnosis.to_dict())
@@ -65,7 +72,7 @@ def doctor(path: str | None, as_json: bool) -> int:
 
 @main.command("make-checkpoint", short_help="Write a checkpoint with a real model's shapes.")
 @click.argument("model", type=click.Choice(list(MODELS)))
-@click.argument("directory", type=click.Path(file_okay=False))
+@click.argument("directory", type=DIRECTORY)
 @click.option("--layers", type=click.IntRange(1), help="Number of decoder layers, if fewer.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the values.")
 @json_of
@@ -86,7 +93,12 @@ def make_checkpoint(
     found = checkpoints.holds(directory, model, layers=layers, seed=seed)
     if not found:
         with progress_bar(stderr_is_terminal(), total, title=model) as advance:
-            checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
+            try:
+                checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
+            except CheckpointError:  # another process may have been faster
+                found = checkpoints.holds(directory, model, layers=layers, seed=seed)
+                if not found:
+                    raise
     if as_json:
         show_json({"directory": directory, "model": model, "bytes": total, "written": not found})
     else:

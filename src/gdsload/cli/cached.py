@@ -7,8 +7,9 @@ import time
 
 import click
 
+from gdsload.checkpoint.file_io import open_error
 from gdsload.cli import terminal
-from gdsload.errors import GdsloadError, one_line
+from gdsload.errors import one_line
 from gdsload.remote.cache import LocalCache
 from gdsload.report import count, size
 
@@ -23,13 +24,15 @@ def cache() -> None:
 
 
 def _cache_in(directory: str) -> LocalCache:
-    if not os.path.isdir(directory):
-        raise GdsloadError(f"{one_line(directory)}: no such directory")
+    try:
+        os.scandir(directory).close()
+    except OSError as error:
+        raise open_error(error, directory) from error
     return LocalCache(directory)
 
 
 @cache.command("list", short_help="List the cached files.")
-@click.argument("directory", type=click.Path(file_okay=False))
+@click.argument("directory", type=terminal.DIRECTORY)
 @terminal.json_of
 @terminal.common
 def list_files(directory: str, as_json: bool) -> None:
@@ -48,7 +51,7 @@ def list_files(directory: str, as_json: bool) -> None:
 
 
 @cache.command(short_help="Remove the cached files.")
-@click.argument("directory", type=click.Path(file_okay=False))
+@click.argument("directory", type=terminal.DIRECTORY)
 @terminal.json_of
 @terminal.common
 def clear(directory: str, as_json: bool) -> None:

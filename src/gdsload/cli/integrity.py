@@ -45,9 +45,7 @@ _WINDOW_BYTES = 8 * BLOCK_BYTES
     show_default=True,
     help="xxh3_128 is fast; sha256 also withstands an attacker.",
 )
-@click.option(
-    "--output", type=click.Path(dir_okay=False), help="The manifest, if not next to SOURCE."
-)
+@click.option("--output", type=terminal.FILE, help="The manifest, if not next to SOURCE.")
 @terminal.json_of
 @terminal.common
 def manifest(source: str, algorithm: str, output: str | None, as_json: bool, **where: Any) -> None:
@@ -75,9 +73,7 @@ def manifest(source: str, algorithm: str, output: str | None, as_json: bool, **w
 
 @click.command(short_help="Compare a checkpoint with its checksums.")
 @terminal.source_of
-@click.option(
-    "--manifest", type=click.Path(dir_okay=False), help="The manifest, if not next to SOURCE."
-)
+@click.option("--manifest", type=terminal.FILE, help="The manifest, if not next to SOURCE.")
 @click.option(
     "--method",
     type=click.Choice(["checksum", "sha256"]),
@@ -100,7 +96,10 @@ def verify(source: str, manifest: str | None, method: str, as_json: bool, **wher
             algorithm = SHA256 if verifier is None else verifier.algorithm
             if method == SHA256 != algorithm:  # an explicit manifest may be of any algorithm
                 raise IntegrityError(
-                    f"{how}: --method sha256, but its checksums are of {algorithm}", path=str(how)
+                    f"{how}: --method sha256, but its checksums are of {algorithm};"
+                    f" `gdsload manifest {checkpoint.source} --algorithm sha256 --output {how}`"
+                    " replaces them",
+                    path=str(how),
                 )
             if verifier is not None:
                 _read(checkpoint, verifier, advance)

@@ -53,7 +53,7 @@ _OPTION = "An option of the backend; may be repeated."
 )
 @click.option("--touch", is_flag=True, help="Add up every byte, as 64-bit words, after the load.")
 @click.option("--verify", is_flag=True, help="Compare every bit with the safetensors library.")
-@click.option("--trace", type=click.Path(dir_okay=False), help="Write a Chrome trace to this file.")
+@click.option("--trace", type=terminal.FILE, help="Write a Chrome trace to this file.")
 @terminal.json_of
 @terminal.common
 def load(
@@ -76,8 +76,12 @@ def load(
 ) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
     settings = settings_of(options) | ({"engine": engine} if engine else {})
-    if trace and not os.path.isdir(os.path.dirname(trace) or "."):
-        raise click.UsageError(f"--trace {one_line(trace)}: no such directory")
+    if trace:
+        directory = os.path.dirname(trace) or "."
+        if not os.path.isdir(directory):
+            raise click.UsageError(f"--trace {one_line(trace)}: no such directory")
+        if not os.access(trace if os.path.exists(trace) else directory, os.W_OK):
+            raise GdsloadError(f"--trace {one_line(trace)}: it cannot be written")
     names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
         paths = [shard.path for shard in checkpoint.shards]
@@ -200,7 +204,8 @@ def _reference(shard: Shard) -> Iterator[Callable[[str], torch.Tensor]]:
         return
     from safetensors import safe_open
 
-    with safe_open(shard.path, framework="pt") as reference:
+    # By its descriptor: safetensors opens no path that is not UTF-8.
+    with safe_open(f"/proc/self/fd/{shard.fd}", framework="pt") as reference:
         yield reference.get_tensor
 
 

@@ -29,7 +29,7 @@ def _parameters(
 
 
 @click.command(short_help="Let other machines load a checkpoint from memory here.")
-@click.argument("source", type=click.Path())
+@click.argument("source", type=terminal.PATH)
 @click.option("--name", default="model", show_default=True, help="The name in the URL.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(

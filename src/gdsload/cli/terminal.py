@@ -6,6 +6,7 @@ escaped before it is printed, because a name may contain control sequences of a 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -37,7 +38,7 @@ class Commands(click.Group):
         except OSError as error:
             closed = isinstance(error, BrokenPipeError)
             if not closed:
-                click.echo(f"gdsload: {error}", err=True)
+                click.echo(f"gdsload: {_named(error)}", err=True)
             _flush_or_forget()
             raise click.exceptions.Exit(PIPE_CLOSED if closed else 1) from None
 
@@ -52,25 +53,44 @@ class Commands(click.Group):
             code = INTERRUPTED
         except BrokenPipeError:  # the reader of the output ended, as `| head` does
             code = PIPE_CLOSED
+        except ModuleNotFoundError as error:
+            if error.name != "torch" or ctx.meta.get(DEBUG):
+                raise
+            click.echo("gdsload: torch is not installed: pip install torch", err=True)
+            code = 1
         except (GdsloadError, OSError) as error:
             if ctx.meta.get(DEBUG):
                 raise
             notes = getattr(error, "__notes__", ())
-            click.echo("; ".join([f"gdsload: {error}", *notes]), err=True)
+            click.echo("; ".join([f"gdsload: {_named(error)}", *notes]), err=True)
             code = 1
         if code:
             _flush_or_forget()
             ctx.exit(code)
 
 
-def _flush_or_forget() -> None:
-    """Drops output that cannot be written: Python would print the failure at exit."""
+def _named(error: GdsloadError | OSError) -> str:
+    """The text of an error. Python names neither standard output nor the working directory."""
+    if isinstance(error, GdsloadError) or error.filename is not None:
+        return str(error)
+    if not _flush_or_forget():  # an unbuffered one has forgotten it, and has no name then
+        return f"standard output: {error.strerror}"
+    if error.errno == errno.ENOENT:
+        return "the current directory does not exist any more"
+    return str(error)
+
+
+def _flush_or_forget() -> bool:
+    """Whether all output is written. If it cannot be, it is dropped: Python would print the failure
+    at exit."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError), open(os.devnull, "w") as devnull:
             os.dup2(devnull.fileno(), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _logs(ctx: click.Context, _: click.Parameter, count: int) -> None:
@@ -109,14 +129,18 @@ common = _options(
     click.option("-v", "--verbose", count=True, callback=_logs, help=_VERBOSE, **_eager),
     click.option("--debug", is_flag=True, callback=_debug, help=_TRACEBACK, **_eager),
 )
+# A file that this user may not read is no wrong argument, and the library's error has a hint.
+PATH = click.Path(readable=False)
+FILE = click.Path(dir_okay=False, readable=False)
+DIRECTORY = click.Path(file_okay=False, readable=False)
 source_of = _options(
-    click.argument("source", type=click.Path()),
+    click.argument("source", type=PATH),
     click.option("--revision", help="Branch, tag or commit of a model in the hub's cache."),
     click.option("--subfolder", default="", help="A folder inside the model."),
     click.option("--variant", help='Such as "fp16", for model.fp16.safetensors.'),
     click.option(
         "--cache-dir",
-        type=click.Path(),
+        type=PATH,
         help="The hub's cache, if not in its usual place; for a URL, where its files are kept.",
     ),
 )

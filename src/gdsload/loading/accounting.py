@@ -47,7 +47,8 @@ def record_request(
     record_backend(report, backend, counted)
     paths = backend.paths(request)
     for path, nbytes in paths.items():
-        report.paths[path] = report.paths.get(path, 0) + nbytes
+        if nbytes:
+            report.paths[path] = report.paths.get(path, 0) + nbytes
         report.cached_bytes += nbytes if path == LOCAL_CACHE else 0
     report.read_bytes += sum(paths.values()) if paths else plan.read_bytes - unread_bytes
     with collector_paused():

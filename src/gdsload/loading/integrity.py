@@ -24,8 +24,10 @@ from gdsload.checkpoint.manifest import (
     ALGORITHMS,
     BLOCK_BYTES,
     SHA256,
+    XXH3,
     FileChecksums,
     Manifest,
+    command_for,
     hash_function,
     manifest_of,
     manifest_path,
@@ -254,7 +256,7 @@ def open_verifier(
         path = manifest_path(checkpoint) if by_default else os.fspath(verify)
         try:
             manifest = (
-                manifest_of(checkpoint)
+                manifest_of(checkpoint, SHA256 if verify == "sha256" else XXH3)
                 if by_default
                 else read_manifest(path, checkpoint.source, checkpoint.stall_seconds)
             )
@@ -266,7 +268,9 @@ def open_verifier(
             if _compare_blobs(checkpoint, report, advance):
                 return None
             raise IntegrityError(
-                f"{path}: verify='sha256', but its checksums are of {manifest.algorithm}", path=path
+                f"{path}: verify='sha256', but its checksums are of {manifest.algorithm};"
+                f" `{command_for(checkpoint, SHA256)}` replaces them",
+                path=path,
             )
         return Verifier(checkpoint, manifest)
 

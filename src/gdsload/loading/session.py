@@ -197,11 +197,15 @@ class Session(quiesce.Holder):
         device, wanted, options = self.device, self._settings.backend, self._settings.options
         if wanted in ELSEWHERE and self.checkpoint.shards[0].cached:
             wanted = "auto"  # the local cache has all of what it would read
+        why = ""
+        if self._remote and wanted not in ("auto", self._remote):
+            why = f"these files are not on this machine: backend {self._remote!r} reads them"
+        elif wanted in ELSEWHERE and not self._remote:
+            why = "it reads no files of this machine"
+        if why:
+            text = f"backend {wanted!r}: {self.report.source}: {why}"
+            raise BackendUnavailable(text, {wanted: why})
         if self._remote:
-            if wanted not in ("auto", self._remote):
-                why = f"these files are not on this machine: backend {self._remote!r} reads them"
-                text = f"backend {wanted!r}: {self.report.source}: {why}"
-                raise BackendUnavailable(text, {wanted: why})
             return choose(device, self._remote, options).backend(**options)
         if device_kind(device) == "cuda":
             from gdsload.backends.auto.backend import AutoBackend  # imports CUDA

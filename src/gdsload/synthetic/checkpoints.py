@@ -15,7 +15,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gdsload.checkpoint.file_io import open_error
 from gdsload.checkpoint.header import header_bytes
+from gdsload.checkpoint.locate import local_path_text
 from gdsload.errors import CheckpointError
 from gdsload.synthetic.model_shapes import MODELS, Tensor, configured, shapes, shards, total_bytes
 
@@ -61,10 +63,10 @@ def write(
         The absolute path of ``directory``.
 
     Raises:
-        CheckpointError: The directory exists, the disk is or becomes full, this user may not write
-            there, or as for `shapes`.
+        CheckpointError: The path is empty, the directory exists, the disk is or becomes full, this
+            user may not write there, or as for `shapes`.
     """
-    target = Path(directory).resolve()
+    target = Path(local_path_text(directory)).resolve()
     wanted = total_bytes(model, layers)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         reason = "is not a directory"
@@ -111,9 +113,10 @@ def holds(
 ) -> bool:
     """Whether ``directory`` is the result of `write` with the same arguments.
 
-    Compares synth.json and the sizes of the files, not their contents.
+    Compares synth.json and the sizes of the files, not their contents. Raises CheckpointError if
+    they cannot be examined.
     """
-    label = Path(directory, "synth.json")
+    label = Path(local_path_text(directory), "synth.json")
     try:
         if json.loads(label.read_bytes()) != _label(model, layers, seed):
             return False
@@ -123,6 +126,8 @@ def holds(
         )
     except (FileNotFoundError, NotADirectoryError, ValueError):  # of JSON and of UTF-8
         return False
+    except OSError as error:
+        raise open_error(error, str(label)) from error
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

@@ -149,8 +149,7 @@ def test_direct_reads_refused_are_read_through_the_page_cache(
 ) -> None:
     faults.script(rule(ERRNO, code, times=FOR_EVER, io_mode=DIRECT))
     check(path, load(path))
-    paths = gdsload.last_report().paths
-    assert paths["posix/threads/direct"] == 0 and paths["posix/threads/buffered"] > 0
+    assert list(gdsload.last_report().paths) == ["posix/threads/buffered"]
     assert faults.log.struck < READS, "the file is not asked again and again"
     refusal = gdsload.last_report().refusals["direct I/O on model.safetensors"]
     assert os.strerror(code) in refusal and "the rest came through the page cache" in refusal
