@@ -6,8 +6,11 @@ import torch.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+_pid = os.getpid()  # of the process that imports gdsload: its forked children have another one
 
 if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
     from gdsload import events as events, telemetry as telemetry, warmup as warmup

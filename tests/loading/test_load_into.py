@@ -194,6 +194,14 @@ def test_tied_names_that_are_both_in_the_checkpoint_are_read_once(
     assert report.tensors == 1 and report.wanted_bytes == saved["q"].nbytes
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_names_of_one_target_need_one_of_the_checkpoint(rows: int, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"q": torch.ones(rows, 3)}, tmp_path / "m.safetensors")
+    target = torch.zeros(rows, 3)
+    report = gdsload.load_into({"q": target, "tied": target}, tmp_path / "m.safetensors")
+    assert report.missing == [] and bool((target == 1).all())
+
+
 def test_saved_value_that_backward_needs_is_seen_to_change(path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     loss = (weight * weight).sum()

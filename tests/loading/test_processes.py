@@ -68,6 +68,27 @@ def test_child_forked_after_a_load_can_load(path: Path) -> None:
     python(program, path)
 
 
+def test_child_copies_without_the_threads_of_torch_that_its_parent_has(path: Path) -> None:
+    """torch would wait for them without end."""
+    program = """
+        import os, signal, sys, torch, gdsload
+        torch.set_num_threads(2)
+        torch.zeros(8 << 20, dtype=torch.uint8).clone()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            got = gdsload.load_file(sys.argv[1], slices={"t1": slice(None, None, 2)})
+            assert got["t1"].shape == (37_500,) and bool((got["t1"].numpy() == 1).all())
+            targets = {"t2": torch.empty(75_000, dtype=torch.float64)}
+            gdsload.load_into(targets, sys.argv[1], names=["t2"])
+            assert bool((targets["t2"].numpy() == 1).all())
+            assert torch.get_num_threads() == 2
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    python(program, path)
+
+
 @pytest.mark.parametrize(
     "options",
     [

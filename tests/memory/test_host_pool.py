@@ -507,6 +507,30 @@ def test_pool_leaves_descriptors_to_the_process(tiny_checkpoint: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) - before <= 16
 
 
+def test_close_frees_the_other_segments_if_ctrl_c_ends_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = warmup.HostPool(64 * UNIT)
+    for number in range(3):
+        checkpoints.write("tiny", tmp_path / str(number), seed=number)
+        by_load_file(tmp_path / str(number))
+    assert len(pool._segments) == 3
+    real, calls = pool._forget, []
+
+    def forget(segment: Any) -> None:
+        calls.append(segment)
+        real(segment)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "_forget", forget)
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    assert len(calls) == 3 and pool._segments == calls[:1]
+    pool.close()
+    assert not pool._segments and not pool.held_bytes
+
+
 def test_mappings_of_a_closed_pool_stand_for_no_later_segment(tiny_checkpoint: Path) -> None:
     """A segment may be freed, and the next one be where it was in Python's memory."""
     mappings: dict[Any, Any] = {}

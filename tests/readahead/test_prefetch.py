@@ -935,3 +935,14 @@ def test_buffered_load_maps_nothing_that_was_prefetched(
         tensors = gdsload.load_file(source, cache="buffered")
     maps = Path("/proc/self/maps").read_text()
     assert tensors and str(source) not in maps
+
+
+def test_wrong_option_of_the_backend_is_an_error_of_the_prefetch_alone(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    ahead = gdsload.prefetch(checkpoint, page_cache="keep", options={"depth": 0})
+    with ahead, pytest.raises(gdsload.GdsloadError, match="depth=0"):
+        ahead.wait()
+    assert not shown

@@ -44,8 +44,10 @@ from gdsload.memory import DRAM, page_cache
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.system.available import filled
 from gdsload.system.cancellation import check
 from gdsload.system.stall import StallWatch
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +68,8 @@ def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch
     """The tensor of a slice, from the tensors of its parts, or from one of all parts."""
     import torch
 
-    tensor = parts[0] if len(parts) == 1 else torch.stack(list(parts))
+    with copying():
+        tensor = parts[0] if len(parts) == 1 else torch.stack(list(parts))
     if tensor_slice.shape is not None:
         tensor = tensor.view(tensor_slice.shape)
     # A copy if the index drops something: a view would keep the rest alive.
@@ -448,6 +451,8 @@ class Batch:
         finally:
             session.posted.discard(self)
             memory, self._memory = self._memory, []
+            targets = [entry.what for entry in memory if isinstance(entry.what, Memory)]
+            filled(each.region for each in targets if each.kind == DRAM and each.region)
             for registration in memory:
                 if backend is not None:
                     backend.deregister(registration)

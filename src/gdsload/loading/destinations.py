@@ -361,7 +361,7 @@ def _missing(
         if name in seen and written[name] == target.numel():
             continue
         other = complete.get((device_of(target), *_place_in_memory(target)))
-        if other is not None and target.numel():
+        if other is not None and (target.numel() or targets[other] is target):
             aliases[name] = other
         else:
             aliases.pop(name, None)  # of a part of it

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.errors import PlacementError
 from gdsload.system.device_name import plain_name
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,8 @@ def capture_relaxed(device: str) -> AbstractContextManager[None]:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the same device."""
     if tensor.is_cpu:
-        return tensor.clone()
+        with copying():
+            return tensor.clone()
     with capture_relaxed(str(tensor.device)):
         return tensor.clone()
 

@@ -29,6 +29,7 @@ from gdsload.loading.whole_tensors import post
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, grouped, ranges_of
 from gdsload.planning.tensor_slices import PartName, rows_of
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -209,7 +210,8 @@ class WindowWriter:
         tensors = batch.tensors_of([part.info for part, _ in others])
         for part, target in others:
             tensor = tensors.pop(part.info.name)
-            target.copy_(tensor if part.index is None else tensor[part.index])
+            with copying():
+                target.copy_(tensor if part.index is None else tensor[part.index])
 
     def _is_there(self, part: CopyPart, copy: Copy | None) -> bool:
         """Whether other memory has what `copy` would write, and stands for it."""

@@ -16,6 +16,7 @@ import resource
 import time
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import ExitStack
 from mmap import PAGESIZE
 from typing import NamedTuple
 
@@ -383,7 +384,6 @@ class HostPool(quiesce.Holder):
         """Frees a segment. The pages of living tensors stay."""
         self._forget(segment)
         if segment in self._segments:
-            self._segments.remove(segment)
             pinned, segment.pinned = segment.pinned, None
             try:
                 if pinned is not None and self._device is not None:
@@ -391,6 +391,7 @@ class HostPool(quiesce.Holder):
             except CudaFailure as error:  # as after an error of a kernel: the memory goes anyway
                 self.notes.append(f"its memory is not unpinned: {error}")
             finally:
+                self._segments.remove(segment)
                 os.close(segment.fd)
 
     def leave_to_child(self) -> None:
@@ -427,9 +428,9 @@ class HostPool(quiesce.Holder):
         """Releases memory files and pins. The next loads fill the pool again."""
         if self.pid != os.getpid():
             return
-        with self._lock:
-            for segment in list(self._segments):
-                self._drop(segment)
+        with self._lock, ExitStack() as stack:  # all of them, also if Ctrl-C ends one
+            for segment in self._segments:
+                stack.callback(self._drop, segment)
 
     def __enter__(self) -> HostPool:
         return self

@@ -14,6 +14,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import DTYPES, torch_dtype
 from gdsload.errors import CheckpointError
 from gdsload.system.gc_control import collector_paused
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +68,9 @@ def make_tensors(
         region, offset = view = views[name]
         code, bits, viewed_as, align = formats[dtype]
         if (region.address + offset) % align:
-            raw = bytes_at(view, nbytes)
-            tensors[name] = raw.clone().view(torch_dtype(dtype)).reshape(shape)
+            with copying():
+                raw = bytes_at(view, nbytes).clone()
+            tensors[name] = raw.view(torch_dtype(dtype)).reshape(shape)
             continue
         tensor = tensor_of(region.view(offset, nbytes, shape, code, bits))
         tensors[name] = tensor if viewed_as is None else tensor.view(viewed_as)

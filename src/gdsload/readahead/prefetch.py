@@ -219,7 +219,8 @@ class Prefetch(quiesce.Holder):
             self._fail(error)
         except BaseException as error:
             self._fail(GdsloadError(f"{self.source}: the prefetch failed: {error!r}"))
-            raise
+            if not isinstance(error, Exception):
+                raise
         finally:
             if device_init is not None:
                 device_init.wait()

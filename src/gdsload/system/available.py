@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -40,8 +40,12 @@ class _Filling:
     """Memory of a load that is being read. What it has not touched yet is as good as taken."""
 
     def __init__(self, lengths: Mapping[Region, int], nbytes: int) -> None:
-        self._lengths = WeakKeyDictionary(lengths)  # a region goes when its bytes are tensors
+        self._lengths = WeakKeyDictionary(lengths)  # a region that nobody has goes by itself
         self._unread_bytes = sum(lengths.values()) - nbytes  # between what is read
+
+    def forget(self, regions: Iterable[Region]) -> None:
+        for region in regions:
+            self._lengths.pop(region, None)
 
     def most_bytes(self) -> int:
         """As many at most: looking at each page of many takes milliseconds. 0: it has ended."""
@@ -61,10 +65,18 @@ in_child(_filling.clear)  # a child reads nothing of its parent's loads
 
 def take_room(lengths: Mapping[Region, int], nbytes: int) -> None:
     """Like `require_room`, for regions of so many bytes, `nbytes` of which will be read. From now
-    on what they have not touched is missing in `available_bytes`, as long as they exist."""
+    on what they have not touched is missing in `available_bytes`, until `filled`."""
     with _lock:  # two loads must not find the same room
         require_room(nbytes)
         _filling.append(_Filling(lengths, nbytes))
+
+
+def filled(regions: Iterable[Region]) -> None:
+    """Nothing more is read to these regions."""
+    found = list(regions)
+    with _lock:
+        for each in _filling:
+            each.forget(found)
 
 
 def _promised_bytes(room: int) -> int:

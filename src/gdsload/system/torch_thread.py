@@ -1,16 +1,20 @@
 """What torch keeps for each thread: the default device, the current GPU and the current streams.
 
 A thread that loads for another one takes them over. Its tensors are then where the caller's would
-be, and what it does with them on a GPU comes in the order of the caller's work.
+be, and what it does with them on a GPU comes in the order of the caller's work. And in a child of
+fork(), torch copies without threads of its own, which are in the parent.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+
+import gdsload
 
 _Contexts = list[Callable[[], AbstractContextManager[Any]]]
 
@@ -60,3 +64,21 @@ def _entered(makes: _Contexts) -> Iterator[None]:
         for make in makes:
             stack.enter_context(make())
         yield
+
+
+def copying() -> AbstractContextManager[None]:
+    """For copies that torch may divide between its threads: in a child of fork() they run in the
+    calling thread alone. torch would wait for the threads of the parent, without end."""
+    return nullcontext() if os.getpid() == gdsload._pid else _alone()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
