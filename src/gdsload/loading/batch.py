@@ -68,8 +68,11 @@ def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch
     """The tensor of a slice, from the tensors of its parts, or from one of all parts."""
     import torch
 
-    with copying():
-        tensor = parts[0] if len(parts) == 1 else torch.stack(list(parts))
+    if len(parts) == 1:
+        tensor = parts[0]
+    else:
+        with copying():
+            tensor = torch.stack(list(parts))
     if tensor_slice.shape is not None:
         tensor = tensor.view(tensor_slice.shape)
     # A copy if the index drops something: a view would keep the rest alive.
