@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE_SECONDS = 240.0
+from waiting import wait_for
 
 
 @contextmanager
@@ -17,10 +16,7 @@ def none_left() -> Iterator[None]:
     gc.collect()  # what earlier tests left in tracebacks
     before = count()
     yield
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while count() > before:
-        assert time.monotonic() < deadline, f"{count()} descriptors are open, {before} were"
-        time.sleep(0.01)
+    wait_for(lambda: count() <= before, lambda: f"{count()} descriptors are open, {before} were")
 
 
 def count() -> int:

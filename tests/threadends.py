@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 
-PATIENCE_SECONDS = 240.0
+from waiting import PATIENCE_SECONDS, wait_for
 
 
 def await_threads(name: str) -> None:
@@ -18,7 +17,7 @@ def await_threads(name: str) -> None:
 
 def await_most(most: int) -> None:
     """Waits until this process has at most so many threads."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while threading.active_count() > most:
-        assert time.monotonic() < deadline, f"more than {most}: {threading.enumerate()}"
-        time.sleep(0.01)
+    wait_for(
+        lambda: threading.active_count() <= most,
+        lambda: f"more than {most}: {threading.enumerate()}",
+    )

@@ -9,10 +9,11 @@ PATIENCE_SECONDS = 240.0
 
 
 def wait_for(
-    condition: Callable[[], object], what: str = "the condition did not become true"
+    condition: Callable[[], object],
+    what: str | Callable[[], str] = "the condition did not become true",
 ) -> None:
-    """Returns when `condition` is true; fails with `what` if that takes too long."""
+    """Returns when `condition` is true; fails with `what`, or its result, if it takes too long."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(0.001)

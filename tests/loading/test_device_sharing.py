@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -187,7 +186,12 @@ def test_load_after_reads_that_hang_gets_a_new_ring(doubles: Doubles, file: Open
         assert other.finish() == {} and other.bytes() == bytes_of(0)
         backend.release(other.request)
     doubles.let_go()
-    wait_for(lambda: [staging_ring.release_rings()] and not doubles.cufile_log["buffers"])
+
+    def freed() -> bool:
+        staging_ring.release_rings()
+        return not doubles.cufile_log["buffers"]
+
+    wait_for(freed)
 
 
 @pytest.mark.parametrize("kind", [PosixBackend, GdsMtBackend])
@@ -316,10 +320,9 @@ def test_distant_storage_has_more_reads_in_flight_within_the_ring(
         load = Load(backend, file._replace(storage=storage))
         assert backend.limits("cuda:0").depth == min(2 * (storage.depth or DEPTH), 64)
         (ring,) = staging_ring.rings()
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while ring.native.lent < in_flight:
-            assert time.monotonic() < deadline, f"{ring.native.lent} reads in flight"
-            time.sleep(0.001)
+        wait_for(
+            lambda: ring.native.lent >= in_flight, lambda: f"{ring.native.lent} reads in flight"
+        )
         doubles.hold_copies(False)
         assert load.finish() == {} and load.bytes() == bytes_of(0)
         backend.release(load.request)

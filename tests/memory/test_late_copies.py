@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from gdsload.memory import late_copies
 from waiting import wait_for
@@ -40,11 +41,13 @@ def test_load_waits_for_the_copies_that_it_has_left() -> None:
 
 def test_load_does_not_wait_for_the_copies_of_others() -> None:
     has_ended = threading.Event()
+    start = time.monotonic()
     with late_copies.awaited(PATIENCE_SECONDS):
         keeper = threading.Thread(target=late_copies.keep, args=(object(), has_ended.is_set))
         keeper.start()
         keeper.join()
     try:
+        assert time.monotonic() - start < PATIENCE_SECONDS / 2
         assert len(late_copies.owners()) == 1
     finally:
         has_ended.set()

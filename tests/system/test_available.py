@@ -58,7 +58,7 @@ def test_memory_between_what_is_read_stays_available() -> None:
     assert available.available_bytes() == LIMIT - 60 * MIB
 
 
-def test_memory_is_not_looked_at_if_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_looked_at_if_there_is_enough() -> None:
     region = Region.anonymous(600 * MIB)
     available.take_room({region: 600 * MIB}, 600 * MIB)
     ctypes.memset(region.address, 1, 600 * MIB)

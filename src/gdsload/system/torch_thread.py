@@ -34,10 +34,11 @@ def of_this_thread() -> Callable[[], AbstractContextManager[None]]:
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "get_default_device"):  # not imported, or another thread is at it
         return partial(_entered, [])
+    makes = _streams()
     default = torch.get_default_device()
-    return partial(
-        _entered, [lambda: default, *_streams()] if default.type != "cpu" else _streams()
-    )
+    if default.type != "cpu":
+        makes.append(lambda: default)
+    return partial(_entered, makes)
 
 
 def streams_of_this_thread() -> Callable[[], AbstractContextManager[None]]:

@@ -96,7 +96,8 @@ class SharedQueue(ReadaheadQueue):
 
     def _read(self) -> None:
         try:
-            with self._readers, self._readers.together():
+            # In the streams in which the tensors are used.
+            with self._in_streams(), self._readers, self._readers.together():
                 try:
                     self._require_unfinished()
                     self._exchange_windows()
@@ -110,10 +111,6 @@ class SharedQueue(ReadaheadQueue):
                 self._changed.notify_all()
 
     def _exchange_windows(self) -> None:
-        with self._in_streams():  # in which the tensors are used
-            self._take_windows()
-
-    def _take_windows(self) -> None:
         device = self.session.device
         if device != "cpu":
             import torch
