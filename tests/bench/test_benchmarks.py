@@ -573,9 +573,10 @@ def one_run(seconds: float, **facts: Any) -> dict[str, Any]:
 
 def test_first_call_and_load_into_run(tiny_checkpoint: Path) -> None:
     file = next(tiny_checkpoint.glob("*.safetensors"))
-    found = first_call.child("gdsload", file)
-    assert len(found["seconds"]) == first_call.LOADS
-    assert found["modules"] > 0
+    found = {arm: first_call.child(arm, file) for arm in first_call.ARMS}
+    assert {len(child["seconds"]) for child in found.values()} == {first_call.LOADS}
+    assert found["gdsload"]["modules"] == 0 < found[first_call.BEFORE_TORCH]["modules"]
+    assert all(child["import"] > 0 for child in found.values())
     assert load_into.child("gdsload.load_into", file, "warm")["seconds"] > 0
 
 

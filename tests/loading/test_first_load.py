@@ -56,6 +56,37 @@ print(*sorted(found | (set(sys.modules) - before)), sep="\\n")
     assert [name for name in imported if name.startswith(UNUSED)] == []
 
 
+def test_after_torch_the_import_brings_what_a_load_needs(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"a": torch.arange(4096)}, path)
+    code = """
+import sys
+import torch
+import gdsload
+before = set(sys.modules)
+assert gdsload.load_file(sys.argv[1], cache="buffered")["a"][-1] == 4095
+assert gdsload.last_report().backend == "posix"
+with gdsload.safe_open(sys.argv[1], "pt") as file:
+    assert file.get_tensor("a")[-1] == 4095
+print(*sorted(name for name in set(sys.modules) - before if name.startswith("gdsload")))
+"""
+    assert run(code, str(path)) == [""]
+
+
+def test_after_torch_the_import_survives_a_module_that_fails() -> None:
+    code = """
+import sys
+import torch
+sys.modules["gdsload._native.ranges"] = None
+import gdsload
+try:
+    gdsload.load_file
+except ImportError as error:
+    print(error.name)
+"""
+    assert run(code) == ["gdsload._native.ranges"]
+
+
 def test_wrong_device_fails_after_the_first_read_was_posted(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"a": torch.arange(4096)}, path)
