@@ -90,6 +90,40 @@ def test_child_copies_without_the_threads_of_torch_that_its_parent_has(path: Pat
 
 
 @pytest.mark.parametrize(
+    "copy",
+    [
+        "from gdsload.peers.server import _tensor; _tensor('a', far)",
+        "from gdsload.peers.memory import _staged; _staged({'a': flat})",
+        "from gdsload.peers.receiving import _typed\n"
+        "_typed(TensorInfo('a', 'F16', (2000, 2000), 0, 0, 8_000_000), flat[1:8_000_001])",
+        "from gdsload.distribution.exchange import Exchange\n"
+        "Exchange._copy(SimpleNamespace(_rows=lambda rows: torch.empty(9_000_000)), far, None)",
+        "from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers\n"
+        "ParameterBuffers.separate("
+        "SimpleNamespace(_twins={'a': ('b', far)}, _unwritten={'a': torch.empty(3000, 3000)}),"
+        " 'a', 3000)",
+    ],
+)
+def test_child_copies_tensors_of_others_without_the_threads_of_its_parent(copy: str) -> None:
+    program = """
+        import os, signal, sys, torch, gdsload
+        from types import SimpleNamespace
+        from gdsload import TensorInfo
+        torch.set_num_threads(2)
+        far = torch.zeros(3000, 6000)[:, ::2]
+        far.contiguous()
+        flat = torch.zeros(36_000_000, dtype=torch.uint8)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            exec(sys.argv[1])
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    python(program, copy)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         *({"engine": engine, "request_bytes": 4096, "depth": 2} for engine in ENGINES),

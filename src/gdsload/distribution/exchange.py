@@ -41,6 +41,7 @@ from gdsload.loading.whole_tensors import post
 from gdsload.memory.tensors import flat_bytes, packed_shape, torch_dtype_of
 from gdsload.remote.urls import sources_of
 from gdsload.system.device_name import device_kind
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -407,7 +408,8 @@ class Exchange:
     ) -> torch.Tensor:
         import torch
 
-        with taking(message.nbytes, self._session.device, "a message to another rank"):
+        device = self._session.device
+        with taking(message.nbytes, device, "a message to another rank"), copying():
             parts = [self._wanted(sources, part, rank).reshape(-1) for part in message.parts]
             # `reshape` of a column that is one byte wide is a view with a stride.
             return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
@@ -422,7 +424,8 @@ class Exchange:
             start += into.numel()
 
     def _copy(self, source: torch.Tensor, rows: Rows) -> None:
-        self._rows(rows).view(source.shape).copy_(source)  # needs no memory for a second copy
+        with copying():
+            self._rows(rows).view(source.shape).copy_(source)  # needs no memory for a second copy
 
     def close(self) -> None:
         """Ends the reads that are in flight, and releases memory."""

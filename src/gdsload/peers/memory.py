@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gdsload.errors import BackendUnavailable
 from gdsload.peers.publication import MemoryLocation
 from gdsload.remote.nixl_library import new_agent
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -168,5 +169,6 @@ def _staged(flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {}
     for name, flat in flats.items():
         found[name] = buffer[starts[name] : starts[name] + flat.numel()]
-        found[name].copy_(flat)
+        with copying():
+            found[name].copy_(flat)
     return found

@@ -34,6 +34,7 @@ from gdsload.remote.replica_directory import LocalReplicaDirectory
 from gdsload.remote.urls import is_url, shown_source, split_file, without_secrets
 from gdsload.report import LoadReport
 from gdsload.system.threads import start_thread
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -290,6 +291,7 @@ def _typed(info: TensorInfo, flat: torch.Tensor) -> torch.Tensor:
     """The tensor with these bytes: a view, or a copy if they are not aligned."""
     align = DTYPES[info.dtype].align
     if flat.data_ptr() % align or flat.storage_offset() % align:
-        flat = flat.clone()
+        with copying():
+            flat = flat.clone()
     shape = packed_shape(info) if info.dtype == "F4" else info.shape
     return flat.view(torch_dtype_of(info)).reshape(shape)

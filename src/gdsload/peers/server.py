@@ -35,6 +35,7 @@ from gdsload.peers.receiving import SMALL_FILE_BYTES, Receiving
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote.directory import is_file_name
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -453,4 +454,5 @@ def _tensor(name: str, tensor: Any) -> _Tensor:
     if DTYPES[dtype].bits < 8:  # torch has two elements in a byte
         shape = (*shape[:-1], shape[-1] * 8 // DTYPES[dtype].bits)
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    return _Tensor(dtype, shape, flat_bytes(tensor.contiguous()))
+    with copying():
+        return _Tensor(dtype, shape, flat_bytes(tensor.contiguous()))

@@ -24,6 +24,7 @@ from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import bytes_at
 from gdsload.system.available import require_room
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +174,7 @@ class ParameterBuffers:
     def separate(self, key: str, rows: int) -> None:
         """Gives a tensor memory of its own, and copies so many first rows of its twin to it."""
         _, twin = self._twins.pop(key)
-        if rows:
+        with copying():
             self._unwritten[key][:rows].copy_(twin[:rows])
 
     def give(self, key: str) -> torch.Tensor | None:
