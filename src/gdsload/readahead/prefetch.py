@@ -38,7 +38,7 @@ from gdsload.system import lifecycle, quiesce
 from gdsload.system.device_name import current_gpu, device_kind, require_name
 from gdsload.system.gc_control import ease_imports, imports_done
 from gdsload.system.stall import STALL_SECONDS, StallWatch
-from gdsload.system.threads import start_thread
+from gdsload.system.threads import Event, start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +137,7 @@ class Prefetch(quiesce.Holder):
         self._start, self._start_cpu = time.monotonic(), time.process_time()
         self._seconds = 0.0
         self._lock = lifecycle.fork_safe_lock(self)  # reentrant, for signal handlers
-        self._posted = threading.Event()
-        self._ended = threading.Event()
+        self._posted, self._ended = Event(), Event()
         self._thread: threading.Thread | None = None
 
     def _begin(self) -> None:
@@ -466,7 +465,7 @@ class Prefetch(quiesce.Holder):
 
     def _orphan(self) -> None:
         """In a child of fork(): the reads and the memory belong to the parent."""
-        self._ended = threading.Event()
+        self._ended = Event()
         self._offer, self._batch = claims.Offer(self.source), None
         if self._state in (OPENING, READING) or (
             self._state == COMPLETE and self.tier != "pagecache"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Collection, Iterator
@@ -30,6 +29,7 @@ from gdsload.errors import (
 from gdsload.remote.directory import HEAD_BYTES, RemoteDirectory, is_file_name
 from gdsload.remote.file import RemoteFile
 from gdsload.remote.urls import query_hash, split_url, text_without_secrets, without_secrets
+from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -147,7 +147,7 @@ class ObjectDirectory(RemoteDirectory):
         # A copy: the traceback of an error refers to this object, and such a cycle would keep its
         # connections open until the garbage is collected.
         self._list_error: CheckpointError | None = None
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock(self)
 
     @property
     def _store(self) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from gdsload.errors import GdsloadError, ReadError, RemoteError
 from gdsload.remote.file import RemoteFile, SourceFacts
+from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.threads import start_thread
 
 # A source that has sent nothing for so long is abandoned if another one is left. A request of an
@@ -165,7 +166,7 @@ class ReplicaFile(RemoteFile):
         self._files = {source: each.file for source, each in files.items()}
         self._paths: Counter[str] = Counter()
         self._failovers: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock(self)
         self._closed = False
         first, self._header = next(iter(files.values()))
         self.size, self.version, self.digest = first.size, first.version, first.digest

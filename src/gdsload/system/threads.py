@@ -1,4 +1,4 @@
-"""Python threads whose start cannot hang.
+"""Python threads whose start cannot hang, and events that Ctrl-C cannot break.
 
 `threading.Thread.start` waits for an event that the new thread sets. If there is no memory for its
 first frame, the thread dies before that, and `start` would hang.
@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -40,25 +41,50 @@ class _Alive:
         self.over = False
 
 
-class _Started(threading.Event):
+class Event:
+    """As `threading.Event`, of which each waiter holds the lock for a moment. If Ctrl-C comes then,
+    the lock stays taken, and the thread that sets the event hangs: here it needs no lock."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._open = threading.Lock()  # taken until it is set, and by each waiter for a moment
+        self._open.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        with suppress(RuntimeError):  # another thread has set it
+            self._open.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is set now. If Ctrl-C ends one waiter, another may wait all its seconds."""
+        if not self._is_set and self._open.acquire(timeout=seconds):
+            self.set()  # for the next waiter
+        return self._is_set
+
+
+class _Started(Event):
     """Set by the new thread. Waiting for it raises RuntimeError if that thread is dead."""
 
     alive: weakref.ref[_Alive] | None = None
 
-    def wait(self, timeout: float | None = None) -> bool:
-        if timeout is not None:
-            return super().wait(timeout)
+    def _at_fork_reinit(self) -> None:
+        """What `threading` calls in a forked child: nobody waits there."""
+
+    def wait(self, seconds: float | None = None) -> bool:
+        if seconds is not None:
+            return super().wait(seconds)
         while not super().wait(_LOOK_SECONDS):
-            if self._is_dead() and not self.is_set():
+            if self.never_runs():
                 raise RuntimeError("the new thread died before it ran: there is no memory for it")
         return True
 
-    def _is_dead(self) -> bool:
+    def never_runs(self) -> bool:
         """A function of its own, so that no variable keeps the object between two looks."""
-        if self.alive is None:
-            return False
-        alive = self.alive()
-        return alive is None or alive.over
+        alive = None if self.alive is None else self.alive()
+        return (alive is None or alive.over) and not self.is_set()
 
 
 class _Thread(threading.Thread):
@@ -81,8 +107,8 @@ class _Thread(threading.Thread):
     def start(self) -> None:
         try:
             super().start()
-        except (RuntimeError, MemoryError):  # it never runs, and does not remove itself
-            if not self._started.is_set():
+        except BaseException:  # also Ctrl-C
+            if self._started.never_runs():  # so it does not remove itself
                 getattr(threading, "_limbo", {}).pop(self, None)
             raise
 
