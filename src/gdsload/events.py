@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.lifecycle import fork_safe_lock, taken
 
 if TYPE_CHECKING:
     from gdsload.report import LoadReport
@@ -175,12 +175,10 @@ class Publisher:
     def publish(self) -> None:
         """Calls the observers with the new events. If another thread is doing so, returns: the next
         call, or `end`, publishes them."""
-        if self._lock.acquire(blocking=False):
-            try:
+        with taken(self._lock) as mine:
+            if mine:
                 for event in self._news():
                     self._call(event)
-            finally:
-                self._lock.release()
 
     def end(self) -> None:
         """Calls the observers with what is new and with the end of the load."""

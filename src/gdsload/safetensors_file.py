@@ -100,6 +100,8 @@ class safe_open:
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
         # A session serves one reader at a time. Reentrant, so that a signal handler may close it.
         self._lock = fork_safe_lock(self)
+        # Not `_lock`: a slice that is dropped must not wait for the read of another thread.
+        self._counting = fork_safe_lock(self, "_counting")
         self._slices = 0  # slices that exist; they may be read after the `with` block
         self._left = False
         lookup = Lookup(
@@ -190,10 +192,11 @@ class safe_open:
         return self._checkpoint
 
     def _count_slices(self, change: int) -> None:
-        with self._lock:
+        with self._counting:
             self._slices += change
-            if self._left and not self._slices:
-                self.close()
+            is_last = self._left and not self._slices
+        if is_last:
+            self.close()
 
     def _read(self, infos: list[TensorInfo], *, parts: bool = False) -> dict[str, torch.Tensor]:
         with self._lock:

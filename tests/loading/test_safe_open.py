@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 import descriptors
 import gdsload
 from gdsload import safetensors_file, warmup
+from waiting import wait_for
 
 ROWS, COLUMNS = 64, 1000
 
@@ -67,6 +69,19 @@ def test_slice_keeps_only_its_own_elements_in_memory(
     assert torch.equal(part, expected[index])
     assert part.untyped_storage().nbytes() == part.nbytes
     assert part.is_contiguous()
+
+
+def test_slice_that_is_dropped_does_not_wait_for_the_read_of_another_thread(path: Path) -> None:
+    with gdsload.safe_open(path) as opened:
+        first, last = (opened.get_slice(next(iter(opened.keys()))) for _ in range(2))
+        with opened._lock:  # as a read has it
+            dropped = threading.Thread(target=first.__del__)
+            dropped.start()
+            wait_for(lambda: not dropped.is_alive())
+        opened._count_slices(+1)  # `first` is dropped once more
+    assert not opened._checkpoint.closed
+    del first, last
+    assert opened._checkpoint.closed
 
 
 def test_slice_of_a_mapped_file_is_not_copied(path: Path, expected: torch.Tensor) -> None:

@@ -83,3 +83,8 @@ def test_two_loads_do_not_find_the_same_room(
     del first
     assert gate.requests[0].memory, "the memory is known to somebody"
     assert available.available_bytes() == room
+
+
+@pytest.mark.parametrize("path", ["/../other", "/a/../..", "", "/"])
+def test_cgroup_above_the_root_has_the_limits_of_the_root(path: str) -> None:
+    assert list(available._with_parents(path, "/sys/fs/cgroup"))[-1] == "/sys/fs/cgroup"

@@ -73,6 +73,17 @@ def lasting_locks(path: Path) -> list[str]:
     ]
 
 
+def locks_of_conditions(path: Path) -> list[str]:
+    """Where a module has a condition, or an event, that is entered by Python code."""
+    found = ast.walk(ast.parse(path.read_text()))
+    calls = ("threading.Condition()", "threading.Event()")
+    return [
+        f"{path.name}:{node.lineno}"
+        for node in found
+        if isinstance(node, ast.Call) and ast.unparse(node) in calls
+    ]
+
+
 def test_every_lasting_lock_is_fork_safe(tmp_path: Path) -> None:
     event = PACKAGE / "system" / "threads.py"  # nobody waits without limit for the lock of an Event
     paths = [path for path in PACKAGE.rglob("*.py") if path != event]
@@ -81,6 +92,15 @@ def test_every_lasting_lock_is_fork_safe(tmp_path: Path) -> None:
     plain = tmp_path / "plain.py"
     plain.write_text("import threading\n_lock = threading.Lock()\n")
     assert lasting_locks(plain) == ["plain.py:2"]
+
+
+def test_ctrl_c_leaves_no_lock_of_a_condition_taken(tmp_path: Path) -> None:
+    unawaited = PACKAGE / "system" / "lifecycle.py"  # nobody waits for the event there
+    paths = [path for path in PACKAGE.rglob("*.py") if path != unawaited]
+    assert [place for path in paths for place in locks_of_conditions(path)] == []
+    plain = tmp_path / "plain.py"
+    plain.write_text("import threading\nchanged = threading.Condition()\n")
+    assert locks_of_conditions(plain) == ["plain.py:2"]
 
 
 def test_end_runs_steps_in_order_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,16 @@ def close_files(
         wait_seconds: How long the caller waits for this thread.
     """
 
+    left = list(fds)
+
     def close() -> None:
-        for fd in fds:
-            with suppress(OSError):
-                os.close(fd)
+        try:
+            while left:
+                with suppress(OSError):
+                    os.close(left.pop())
+        except BaseException:  # Ctrl-C: the others are closed as well
+            close()
+            raise
 
     thread = start_thread(close, "gdsload-close") if distant and fds else None
     if thread is None:

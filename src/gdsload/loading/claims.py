@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -32,6 +31,7 @@ from gdsload.system.cancellation import check
 from gdsload.system.gc_control import collector_paused, imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 from gdsload.system.parallel import parallel_map
+from gdsload.system.threads import Event
 
 if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
@@ -91,9 +91,8 @@ class Offer:
         self.device = "cpu"
         self.claimed_bytes = 0
         self._lock = fork_safe_lock(self)
-        self._known = False  # whether it was filled, or will never be
+        self._known = Event()  # it was filled, or will never be
         self._unanswered: set[str] = set()  # checkpoints that may_hold_any_of got no answer for
-        self._changed = threading.Condition()  # reentrant, for signal handlers that close it
         self._progress_time = time.monotonic()
         self._batch: PrefetchBatch | None = None
         self._free: dict[Identity, list[OfferedRange]] = {}
@@ -109,7 +108,7 @@ class Offer:
             self._batch = batch
             self.device = device
             self._free = {file: sorted(rows, key=_start) for file, rows in ranges.items()}
-        self._end_wait()
+        self._known.set()
 
     def clear(self) -> None:
         """Drops all ranges that nobody has claimed, and the batch that read them."""
@@ -118,12 +117,7 @@ class Offer:
             self._free, self._batch = {}, None
             for rows in free.values():
                 self._give_back(batch, rows)
-        self._end_wait()
-
-    def _end_wait(self) -> None:
-        self._known = True
-        with self._changed:
-            self._changed.notify_all()
+        self._known.set()
 
     def drop_rest(self, files: Iterable[Identity]) -> None:
         """A load that claimed from these files has ended: drops the rest of them, unless `keep`."""
@@ -154,7 +148,7 @@ class Offer:
         """Whether nothing is left to claim. False until the offer is filled."""
         with self._lock:
             rows = chain.from_iterable(self._free.values())
-            return self._known and not any(row.start < row.end for row in rows)
+            return self._known.is_set() and not any(row.start < row.end for row in rows)
 
     def note_progress(self, idle_seconds: float = 0.0) -> None:
         """The prefetch made progress so many seconds ago: loads go on waiting for it."""
@@ -165,13 +159,11 @@ class Offer:
 
         Raises LoadCancelled.
         """
-        while not self._known:
+        while not self._known.is_set():
             check()
             if time.monotonic() - self._progress_time > stall_seconds:
                 return False
-            with self._changed:
-                if not self._known:
-                    self._changed.wait(min(_POLL_SECONDS, stall_seconds))
+            self._known.wait(min(_POLL_SECONDS, stall_seconds))
         return True
 
     def may_hold_any_of(self, checkpoint: Checkpoint) -> bool:
@@ -181,7 +173,7 @@ class Offer:
         no answer within seconds, they are not waited for.
         """
         paths = [shard.original_path for shard in checkpoint.shards]
-        if self._known or checkpoint.source in self._unanswered:
+        if self._known.is_set() or checkpoint.source in self._unanswered:
             return False
         answers = parallel_map(
             lambda source: any(map(self.may_hold, paths)),

@@ -436,7 +436,11 @@ class HostPool(quiesce.Holder):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except BaseException:  # Ctrl-C, perhaps before its first step
+            self.close()
+            raise
 
 
 def _store(rows: list[_StoredRange], row: _StoredRange) -> None:

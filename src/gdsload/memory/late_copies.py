@@ -95,10 +95,9 @@ def _wait_for(entries: Sequence[_Kept], seconds: float) -> None:
 
 def forget_ended() -> None:
     """Frees the memory of copies that have ended since. Loads call it before they need memory."""
-    asking = _asking
-    if not asking.acquire(timeout=_ASK_SECONDS):
-        return
-    try:
+    with lifecycle.taken(_asking, _ASK_SECONDS) as mine:
+        if not mine:
+            return
         with _lock:
             kept = list(_kept)
         # Copies of the parent of a forked process cannot be asked about.
@@ -106,8 +105,6 @@ def forget_ended() -> None:
         over = set(map(id, ended))
         with _lock:
             _kept[:] = [each for each in _kept if id(each) not in over]
-    finally:
-        asking.release()
 
 
 def _has_ended(entry: _Kept) -> bool:

@@ -14,7 +14,6 @@ memory. Native code lends the slots to reads. Not responsible for reading and co
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from gdsload.errors import PlacementError
 from gdsload.memory import DRAM, VRAM, late_copies
 from gdsload.system import gpu, lifecycle, quiesce
 from gdsload.system.available import available_bytes
-from gdsload.system.threads import start_thread
+from gdsload.system.threads import Event, start_thread
 
 if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
@@ -70,7 +69,7 @@ class StagingRing(quiesce.Holder):
         self._given_up = False
         self._idle_since = 0.0
         self._watched = False  # a thread waits for the end of IDLE_SECONDS
-        self._freed = threading.Event()
+        self._freed = Event()
         self._lock = lifecycle.fork_safe_lock(self)
         device = gpu.device(ordinal)
         try:

@@ -386,7 +386,6 @@ class Prefetch(quiesce.Holder):
         batch, ended = self._batch, self._ended.is_set()
         landed = self._landed_bytes
         if batch is not None and not ended:
-            batch.look()
             landed = self._warm_bytes + batch.landed_bytes
         return PrefetchProgress(
             self._state,
@@ -477,7 +476,11 @@ class Prefetch(quiesce.Holder):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except BaseException:  # Ctrl-C, perhaps before its first step
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         progress = self.progress()

@@ -27,7 +27,7 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.system.available import available_bytes
-from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.lifecycle import fork_safe_lock, taken
 
 # Size of one read into the page cache, and of the scratch memory that all of them share.
 WARM_REQUEST_BYTES = 4 << 20
@@ -84,14 +84,11 @@ class PrefetchBatch(Batch):
         Returns False at once if another thread is here: a signal handler may have interrupted that
         thread, and wait for this one to end.
         """
-        lock = self._lock
-        if not lock.acquire(blocking=False):
+        with taken(self._lock) as mine:
+            if mine:
+                return self._look()
             self._idle_seconds = 0.0  # not asked: an old silence must not count twice
             return False
-        try:
-            return self._look()
-        finally:
-            lock.release()
 
     def _look(self) -> bool:
         progress = self._note_progress()

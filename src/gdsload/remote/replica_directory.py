@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -30,7 +29,7 @@ from gdsload.remote.directory import RemoteDirectory, open_directory
 from gdsload.remote.file import RemoteFile
 from gdsload.remote.replicas import Opened, ReplicaFile, Source, Sources
 from gdsload.remote.urls import is_url, shown_source, sources_of, without_secrets
-from gdsload.system.threads import start_thread
+from gdsload.system.threads import condition, start_thread
 
 Answer = TypeVar("Answer")
 
@@ -107,24 +106,24 @@ class ReplicaDirectory(RemoteDirectory):
         asked = {s: each for s, each in self._directories.items() if not s.abandoned}
         answers: dict[Source, Answer] = {}
         errors: dict[Source, Exception] = {}
-        changed = threading.Condition()
+        lock, changed = condition()
 
         def run(source: Source) -> None:
             try:
                 answer = ask(asked[source])
             except Exception as error:
-                with changed:
+                with lock:
                     errors[source] = error
                     changed.notify_all()
             else:
-                with changed:
+                with lock:
                     answers[source] = answer
                     changed.notify_all()
 
         for source in asked:
             if start_thread(partial(run, source), "gdsload-source") is None:
                 run(source)
-        with changed:
+        with lock:
             changed.wait_for(lambda: answers or len(errors) == len(asked))
             changed.wait_for(lambda: len(answers) + len(errors) == len(asked), PATIENCE_SECONDS)
             found = {source: answers[source] for source in asked if source in answers}

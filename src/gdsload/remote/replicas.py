@@ -12,7 +12,6 @@ files of a checkpoint.
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 from gdsload.errors import GdsloadError, ReadError, RemoteError
 from gdsload.remote.file import RemoteFile, SourceFacts
 from gdsload.system.lifecycle import fork_safe_lock
-from gdsload.system.threads import start_thread
+from gdsload.system.threads import condition, start_thread
 
 # A source that has sent nothing for so long is abandoned if another one is left. A request of an
 # object store that is repeated after a time limit of the client may take longer: then another
@@ -72,11 +71,11 @@ class Sources:
     def __init__(self, sources: Sequence[Source], silent_seconds: float = SILENT_SECONDS) -> None:
         self.all = list(sources)
         self.silent_seconds = silent_seconds
-        self._changed = threading.Condition()
+        self._lock, self._changed = condition()
 
     def abandon(self, source: Source, why: str) -> None:
         """Uses it no more. The first reason counts."""
-        with self._changed:
+        with self._lock:
             source.abandoned = source.abandoned or why
             self._changed.notify_all()
 
@@ -93,7 +92,7 @@ class Sources:
     def take(self, candidates: Sequence[Source], nbytes: int) -> Source | None:
         """Takes a place of the best of these sources, and waits for one if it must. None if all of
         them were abandoned."""
-        with self._changed:
+        with self._lock:
             while True:
                 usable = [source for source in candidates if not source.abandoned]
                 if not usable:
@@ -122,7 +121,7 @@ class Sources:
         have waited for connections, or for the process of NIXL.
         """
         seconds = time.monotonic() - asked
-        with self._changed:
+        with self._lock:
             source.used -= 1
             if nbytes and seconds > 0 and 0 < source.started <= asked:
                 rate = nbytes / seconds
@@ -264,7 +263,7 @@ class Stream:
     ) -> None:
         """`is_last`: whether no other source is left. Then the limits are those of the load."""
         self._file, self._range, self._is_last = file, (offset, length), is_last
-        self._changed = threading.Condition()
+        self._lock, self._changed = condition()
         self._chunk: Any = None
         self._wanted = self._ended = self._closed = False
         self._error: BaseException | None = None
@@ -282,7 +281,7 @@ class Stream:
         """
         if self._own is not None:
             return next(self._own, None)
-        with self._changed:
+        with self._lock:
             self._chunk, self._wanted = None, True
             self._changed.notify_all()
             while not self._changed.wait_for(self._is_answered, seconds):
@@ -303,14 +302,14 @@ class Stream:
 
     def close(self) -> None:
         """Ends the thread, at its next chunk."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     def _run(self) -> None:
         try:
             for chunk in self._file.chunks(*self._range):
-                with self._changed:
+                with self._lock:
                     self._changed.wait_for(self._is_asked)
                     if self._closed:
                         return
@@ -323,7 +322,7 @@ class Stream:
         except Exception as error:
             self._error = error
         finally:
-            with self._changed:
+            with self._lock:
                 self._ended = True
                 self._changed.notify_all()
 

@@ -176,8 +176,9 @@ def _cgroup_bytes(
 
 
 def _with_parents(path: str, root: str) -> Iterator[str]:
-    # Inside a container the host's path does not exist. The root is then the container's cgroup.
-    group = os.path.normpath(root + path)
+    # Inside a container the host's path does not exist, or begins with "/..". The root is then the
+    # container's cgroup.
+    group = os.path.normpath(root + os.path.normpath(f"/{path}"))
     while group.startswith(root):
         yield group
         group = os.path.dirname(group)

@@ -42,12 +42,16 @@ def collector_paused() -> Iterator[None]:
         # The passes over 100,000 new tensors would take as long as opening their file: count them
         # as old. A full collection finds garbage among them. Unfreezing would thaw objects that
         # the application has frozen.
-        if gc.get_count()[0] > MANY and not gc.get_freeze_count():
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
-        if _pausing:  # not in a child that was forked meanwhile
-            _pausing.pop()
+        try:
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():
+                try:
+                    gc.freeze()
+                finally:
+                    gc.unfreeze()
+        finally:  # Ctrl-C may be raised as one of these returns
+            gc.enable()
+            if _pausing:  # not in a child that was forked meanwhile
+                _pausing.pop()
 
 
 @contextmanager
@@ -59,7 +63,11 @@ def collector_eased() -> Iterator[None]:
         _ease()
         yield
     finally:
-        _restore(before)
+        try:
+            _restore(before)
+        except BaseException:  # Ctrl-C
+            _restore(before)
+            raise
 
 
 def ease_imports() -> None:

@@ -15,8 +15,8 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 # The steps of the end of the process, in their order.
@@ -41,6 +41,21 @@ def fork_safe_lock(owner: object, attribute: str = "_lock") -> threading.RLock:
     """
     _lock_names.setdefault(owner, set()).add(attribute)
     return threading.RLock()
+
+
+@contextmanager
+def taken(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
+    """Takes a lock if it is free, or gets free within `seconds`: whether this thread has it.
+
+    Also if Ctrl-C comes as `lock.acquire` returns, the lock is released.
+    """
+    is_owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
+    outside = not is_owned()
+    try:
+        yield lock.acquire(timeout=seconds) if outside else True
+    finally:
+        if outside and is_owned():
+            lock.release()
 
 
 def in_child(forget: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from gdsload.errors import StallError
 from gdsload.system.cancellation import LoadCancelled, check
 from gdsload.system.stall import STALL_SECONDS, StallWatch
-from gdsload.system.threads import start_thread
+from gdsload.system.threads import condition, start_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -36,7 +36,7 @@ class _Threads(Generic[Item, Result]):
         self._work = work
         self._discard = discard
         self._jobs = iter(enumerate(items))
-        self._changed = threading.Condition()
+        self._lock, self._changed = condition()
         self._outcomes: dict[int, tuple[Result | None, BaseException | None]] = {}
         self._crashes: list[BaseException] = []  # of threads, outside `work`
         self._finished = 0
@@ -62,7 +62,7 @@ class _Threads(Generic[Item, Result]):
 
     def _next_job(self) -> tuple[int, Item] | None:
         """The next item and its number, when there is room for its result; None at the end."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._stopped or len(self._outcomes) < _AHEAD)
             return None if self._stopped else next(self._jobs, None)
 
@@ -75,7 +75,7 @@ class _Threads(Generic[Item, Result]):
             return None, error
 
     def _finish(self, number: int, result: Result | None, error: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             if not self._stopped:
                 self._outcomes[number] = result, error
                 self._finished += 1
@@ -86,7 +86,7 @@ class _Threads(Generic[Item, Result]):
 
     def result_of(self, number: int, path_of: Callable[[], str], stall_seconds: float) -> Result:
         """Waits for the result of an item. Errors are as those of `parallel_map`."""
-        with self._changed:
+        with self._lock:
             before, start, watch = self._finished, time.monotonic(), StallWatch()
             while number not in self._outcomes:
                 self._changed.wait(min(_WAKE_SECONDS, stall_seconds))
@@ -113,7 +113,7 @@ class _Threads(Generic[Item, Result]):
     def stop(self) -> None:
         """Lets the threads end, waits for them up to `join_seconds`, and discards the results that
         were not taken. A thread that is still at work then discards its own."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._changed.notify_all()
         deadline = time.monotonic() + self.join_seconds

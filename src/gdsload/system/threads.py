@@ -65,6 +65,16 @@ class Event:
         return self._is_set
 
 
+def condition() -> tuple[threading.RLock, threading.Condition]:
+    """A lock, and a condition of it that has no lock of its own.
+
+    Enter the lock, not the condition: `Condition.__enter__` is Python code, in which Ctrl-C may
+    come when it has the lock, which then stays taken.
+    """
+    lock = threading.RLock()
+    return lock, threading.Condition(lock)
+
+
 class _Started(Event):
     """Set by the new thread. Waiting for it raises RuntimeError if that thread is dead."""
 

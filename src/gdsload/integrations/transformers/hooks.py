@@ -264,7 +264,11 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
                 patcher.enter(this)
                 return load(original, model, paths, config, options, report)
             finally:
-                patcher.leave(this)
+                try:
+                    patcher.leave(this)
+                except BaseException:  # Ctrl-C, perhaps before its first step
+                    patcher.leave(this)
+                    raise
 
     replacement: Any = classmethod(wrapper) if bound else staticmethod(wrapper)
     yield Replacement(base, _LOAD, replacement)

@@ -357,4 +357,8 @@ def _entered(options: Options) -> Iterator[None]:
         with held(hooks.chosen, options):
             yield
     finally:
-        hooks.patcher.leave(user)
+        try:
+            hooks.patcher.leave(user)
+        except BaseException:  # Ctrl-C, perhaps before its first step
+            hooks.patcher.leave(user)
+            raise

@@ -74,8 +74,11 @@ def function_of(owner: Any, name: str, *parameters: str, exact: bool = False) ->
 
 
 class Patcher:
-    """Replacements by module name. Enter inside a `try` and leave in its `finally`: then nothing
-    stays replaced, even if Ctrl-C arrives between two steps."""
+    """Replacements by module name.
+
+    Enter inside a `try` and leave in its `finally`, and once more if that raises: then nothing
+    stays replaced, even if Ctrl-C arrives between two steps.
+    """
 
     def __init__(self, patches: Mapping[str, Sequence[Patch]]) -> None:
         self._patches: dict[str, Sequence[Patch]] = dict(patches)

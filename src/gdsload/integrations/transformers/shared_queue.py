@@ -24,7 +24,7 @@ from gdsload.loading.session import Session
 from gdsload.planning.layer_order import in_layers
 from gdsload.planning.tensor_slices import TensorSlice
 from gdsload.system import torch_thread
-from gdsload.system.threads import start_thread
+from gdsload.system.threads import condition, start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class SharedQueue(ReadaheadQueue):
         self._waiting = 0  # threads
         self._ending = ""  # "": reading; else why not: "ended", "finished" or "closed"
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()
+        self._arrivals, self._changed = condition()
         self._thread: threading.Thread | None = None
         self._in_streams = torch_thread.streams_of_this_thread()
         boxes = dict(wanted.values())
@@ -87,7 +87,7 @@ class SharedQueue(ReadaheadQueue):
     def start(self) -> None:
         """Starts the thread that reads. Raises GdsloadError if no thread can be started, and
         QueueClosed after `close`."""
-        with self._changed:
+        with self._arrivals:
             self._require_unfinished()
             if self._thread is None:
                 self._thread = start_thread(self._read, "gdsload-exchange")
@@ -106,7 +106,7 @@ class SharedQueue(ReadaheadQueue):
         except BaseException as error:
             self._failure = error
         finally:
-            with self._changed:
+            with self._arrivals:
                 self._ending = self._ending or "ended"
                 self._changed.notify_all()
 
@@ -117,7 +117,7 @@ class SharedQueue(ReadaheadQueue):
 
             torch.cuda.set_device(device)  # of this thread
         for complete in self._exchange.windows():
-            with self._changed:
+            with self._arrivals:
                 while complete:
                     self._arrive(*complete.pop())
                 self._changed.notify_all()
@@ -147,7 +147,7 @@ class SharedQueue(ReadaheadQueue):
         """
         key = tensor_slice.key
         start = time.monotonic()
-        with self._changed:
+        with self._arrivals:
             if key in self._expected:
                 if not self._ending:
                     self.start()  # a copy of the state dict does not begin the reads
@@ -183,7 +183,7 @@ class SharedQueue(ReadaheadQueue):
             raise failure
 
     def _stop(self, how: str) -> None:
-        with self._changed:
+        with self._arrivals:
             self._ending = self._ending or how
             self._changed.notify_all()
         if self._thread is None:
