@@ -147,6 +147,22 @@ class BackendContract:
             for shard in range(3):
                 assert self.look(memory[shard], 0, SIZE) == bytes_of(shard)
 
+    def test_direct_reads_use_the_direct_descriptor(
+        self, backend: Backend, files: list[OpenFile]
+    ) -> None:
+        if "direct" not in backend.limits().io_modes:
+            pytest.skip("it says that it does no direct reads")
+        right, other = files[0], files[1]
+        wanted = right.direct_fd if self.direct else right.fd
+        known, memory, spaces = self.ready(backend, [right._replace(fd=other.fd, direct_fd=wanted)])
+        transfers = [each._replace(io_mode="direct") for each in self.reads(0)]
+        request = backend.prepare(transfers, known, spaces)
+        backend.post(request)
+        assert not self.finish(backend, request, len(transfers))
+        backend.release(request)
+        blocks = BLOCKS * BLOCK  # the end of the file, less than a block, may be read buffered
+        assert self.look(memory[0], 0, blocks) == bytes_of(0)[:blocks]
+
     def test_nothing_else_is_written(self, backend: Backend, files: list[OpenFile]) -> None:
         known, memory, spaces = self.ready(backend, files)
         transfers = self.reads(0)[5:9:2] + self.reads(1)[-1:]

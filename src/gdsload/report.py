@@ -288,7 +288,8 @@ class LoadReport:
             + f"; {self.cpu_seconds:.2f} s CPU"
         ]
         paths = [f"{path} {size(nbytes)}" for path, nbytes in self.paths.items()]
-        lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
+        none = "not reported by the backend" if self.read_bytes else "no bytes were read"
+        lines.append("I/O paths: " + (", ".join(paths) or none))
         if self.read_bytes and (took := self.reading_seconds):
             rate = size(self.read_bytes / took)
             lines.append(f"read: {size(self.read_bytes)} in {took:.3f} s, {rate}/s")

@@ -87,7 +87,26 @@ def test_backend_of_the_guide_loads_a_model(
     got = gdsload.load_file(path, backend="plain", cache="buffered")
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
     assert gdsload.last_report().backend == "plain"
+    report = gdsload.last_report()
+    assert report.paths == {"plain/buffered": report.read_bytes} and report.read_bytes > 12_000_000
     assert "plain" in registry.names()
+
+
+def test_backend_without_direct_reads_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register_backend(guide_backend())
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"a": torch.arange(3_000_000, dtype=torch.int32)}, path)
+    with pytest.raises(gdsload.BackendUnavailable, match="'plain': .*does no direct reads"):
+        gdsload.load_file(path, backend="plain", cache="direct")
+    monkeypatch.setattr("gdsload.loading.io_mode.page_cache.mostly_resident", lambda *_: False)
+    got = gdsload.load_file(path, backend="plain")
+    assert torch.equal(got["a"], torch.arange(3_000_000, dtype=torch.int32))
+    report = gdsload.last_report()
+    assert report.paths == {"plain/buffered": report.read_bytes} and report.read_bytes > 12_000_000
+    assert report.refusals["direct I/O"] == "backend 'plain': it does no direct reads"
 
 
 # The posix backend.

@@ -161,6 +161,13 @@ def test_device_map_of_a_gpu_gives_the_model_of_transformers(
     assert tinymodels.differences(stock, ours) == []
 
 
+def test_keyword_of_accelerated_is_refused_with_the_way_to_use_it(qwen: Path) -> None:
+    with pytest.raises(TypeError, match=r"no keyword 'cache': with gdsload\.accelerated"):
+        gdsload.from_pretrained(qwen, cache="direct")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        gdsload.from_pretrained(qwen, nonsense=1)
+
+
 def test_keywords_are_passed_to_transformers(qwen: Path) -> None:
     stock, ours = both(qwen, attn_implementation="eager", dtype="bfloat16")
     assert ours.config._attn_implementation == "eager"

@@ -39,8 +39,6 @@ NAMES = {
     ],
 }  # fmt: skip
 LOOKUP = ["revision", "subfolder", "variant", "cache_dir", "strict", "header_limit"]
-# A load into existing tensors cannot take back what differs.
-NOT_OF = {gdsload.load_into: {"verify"}}
 READING = ["backend", "cache", "page_cache", "options", "stall_seconds", "verify", "on_event"]
 
 
@@ -67,7 +65,7 @@ def test_parameters_are_explicit(function: Any) -> None:
     parameters = inspect.signature(function).parameters
     assert set(LOOKUP) <= parameters.keys()
     if function not in (gdsload.plan, gdsload.Checkpoint.open):
-        assert set(READING) - NOT_OF.get(function, set()) <= parameters.keys()
+        assert set(READING) <= parameters.keys()
     for parameter in parameters.values():
         assert parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
 

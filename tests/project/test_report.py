@@ -107,6 +107,13 @@ def test_sum_of_reports_has_all_counts_and_texts() -> None:
     assert (first.tensors, first.paths) == (2, {"mapped": 10})
 
 
+def test_summary_says_if_a_backend_names_no_path() -> None:
+    report = LoadReport("model")
+    assert "I/O paths: no bytes were read" in report.summary()
+    report.read_bytes = 5
+    assert "I/O paths: not reported by the backend" in report.summary()
+
+
 def test_load_without_reads_has_no_rate() -> None:
     report = report_of()
     assert report.rate == 0.0

@@ -36,7 +36,7 @@ _OPTION = "An option of the backend; may be repeated."
 @click.command(short_help="Load a checkpoint, and measure it.")
 @terminal.source_of
 @terminal.names_of
-@click.option("--device", default="cpu", show_default=True, help="Where the tensors are needed.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--backend", default="auto", show_default=True, help="The backend; see `doctor`.")
 @click.option("--engine", help="The engine of that backend: short for --option engine=ENGINE.")
 @click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=_OPTION)
@@ -140,9 +140,13 @@ def require_known(backend: str, engine: object, device: str) -> None:
     try:
         if backend != "auto":
             registry.find(backend)
-        torch.device(device)
-    except (BackendUnavailable, RuntimeError) as error:
+    except BackendUnavailable as error:
         raise click.UsageError(str(error).partition("\n")[0]) from error
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        why = f"--device {device!r} is neither cpu nor a GPU such as cuda:0"
+        raise click.UsageError(why) from error
     if backend in ("auto", "posix") and engine not in ("auto", *ENGINES):
         raise click.UsageError(f"unknown engine {engine!r} (available: {', '.join(ENGINES)})")
 

@@ -130,7 +130,7 @@ class ShardAccess:
 
         if cold:
             self.report.page_cache = (
-                f"filled: up to {WITHOUT_BACKEND_BYTES:,} bytes are read into it"
+                f"filled: checkpoints of up to {WITHOUT_BACKEND_BYTES:,} bytes always are"
             )
             # In a thread, so that a disk that hangs cannot block Ctrl-C.
             path = shards[cold[0][0]].path

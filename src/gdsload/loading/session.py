@@ -91,6 +91,11 @@ def _into_page_cache(shard: int, offset: int, length: int) -> str:
     return "mapped"
 
 
+def _buffered(shard: int, offset: int, length: int) -> str:
+    """The I/O mode of reads by a backend that does no direct ones."""
+    return "buffered"
+
+
 def require_room_to_plan(nbytes: int, limits: Limits) -> None:
     """Raises PlacementError if the plan itself would not fit into memory."""
     reads = nbytes // limits.max_request
@@ -362,13 +367,17 @@ class Session(quiesce.Holder):
         """
         shards = {each.shard for each in ranges}
         self.register(*sorted(shards))
-        limits = self.open().limits(self.device)
+        backend = self.open()
+        limits = backend.limits(self.device)
         if self.device != "cpu":  # there a read is to a slot of a ring
             self._access.fit_blocks(shards, limits.max_request)
         nbytes = bytes_of(list(ranges))
         require_room_to_plan(nbytes, limits)
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         io_mode_of = self._access.io_mode_of
+        if not (self._remote or "direct" in limits.io_modes):
+            self._refuse_direct(backend.name)
+            io_mode_of = _buffered
         if self._fills(shards, limits, past_cache):
             io_mode_of = _into_page_cache
             window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
@@ -383,6 +392,15 @@ class Session(quiesce.Holder):
             gap_bytes=REMOTE_GAP_BYTES if self._remote else GAP_BYTES,
             io_mode_of=io_mode_of,
         )
+
+    def _refuse_direct(self, name: str) -> None:
+        """Notes that the backend does no direct reads. Raises BackendUnavailable if
+        cache="direct"."""
+        why = "it does no direct reads"
+        if self.cache == "direct":
+            text = f"backend {name!r}: {self.report.source}: cache='direct', but {why}"
+            raise BackendUnavailable(text, {name: why})
+        self.report.refusals["direct I/O"] = f"backend {name!r}: {why}"
 
     def _fills(self, shards: Iterable[int], limits: Limits, past_cache: str) -> bool:
         """Whether reads of these shards fill the page cache."""

@@ -49,6 +49,15 @@ _PAUSE_SECONDS = 2.0  # the longest one between two tries
 # The variables that the client reads begin like this. Those of its connections it only reads if it
 # gets no settings of connections from us.
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+# Those that say who the user is, or that it does not matter, begin like this.
+_CREDENTIALS = {
+    "s3": (
+        "AWS_ACCESS_KEY", "AWS_CONTAINER", "AWS_METADATA", "AWS_PROFILE", "AWS_ROLE", "AWS_SECRET",
+        "AWS_SESSION", "AWS_SHARED_CREDENTIALS", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY",
+    ),
+    "gs": ("GOOGLE_APPLICATION", "GOOGLE_SERVICE", "GOOGLE_SKIP_SIGNATURE"),
+    "az": ("AZURE_",),
+}  # fmt: skip
 _CONNECTION_SETTINGS = (
     "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only",
     "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate",
@@ -261,7 +270,7 @@ class ObjectDirectory(RemoteDirectory):
         else:
             text = f"{path}: it cannot be read: {why}"
         # Without variables the client asks the cloud's machines for a role, which fails elsewhere.
-        asked = any(name.startswith(_VARIABLES.get(self.kind, "")) for name in os.environ)
+        asked = any(name.startswith(_CREDENTIALS.get(self.kind, ())) for name in os.environ)
         if code == errno.EACCES or not asked:
             text += f" ({_HINTS[self.kind]})" if self.kind in _HINTS else ""
         return kind(text, path=path, errno=code)

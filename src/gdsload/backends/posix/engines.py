@@ -89,7 +89,9 @@ def _try_engine(engine: str) -> tuple[Support, int]:
         return Support(False, (f"unknown engine (available: {', '.join(ENGINES)})",)), 0
     try:
         module = engine_module(engine)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if engine != "uring":
+            return Support(False, (f"{error.name} is not built",), "build gdsload again"), 0
         why = "this build has no io_uring: liburing's headers were missing"
         return Support(False, (why,), "install liburing-dev and build again"), 0
     except ImportError as error:  # such as too many open files

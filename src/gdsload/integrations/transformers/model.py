@@ -151,7 +151,14 @@ def from_pretrained(
             held(enclosing, report),
             report.phase("from_pretrained"),
         ):
-            model = cls.from_pretrained(path, *args, **kwargs)
+            try:
+                model = cls.from_pretrained(path, *args, **kwargs)
+            except TypeError as error:
+                word = str(error).rpartition("unexpected keyword argument ")[2].strip("'")
+                if word not in ("cache", "options"):
+                    raise
+                how = f"with gdsload.accelerated({word}=...): gdsload.from_pretrained(...)"
+                raise TypeError(f"from_pretrained has no keyword {word!r}: {how}") from error
         if path is not source:
             rename(model, str(path), str(source))
         if not report.integration and report.tensors:
