@@ -99,7 +99,7 @@ def test_backend_without_direct_reads_gets_none(
     registry.register_backend(guide_backend())
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.arange(3_000_000, dtype=torch.int32)}, path)
-    with pytest.raises(gdsload.BackendUnavailable, match="'plain': .*does no direct reads"):
+    with pytest.raises(gdsload.BackendUnavailable, match=r"'plain': .*does no direct reads"):
         gdsload.load_file(path, backend="plain", cache="direct")
     monkeypatch.setattr("gdsload.loading.io_mode.page_cache.mostly_resident", lambda *_: False)
     got = gdsload.load_file(path, backend="plain")
