@@ -481,7 +481,7 @@ class TurnLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         mine = threading.get_ident()
         while self.owner not in (0, mine):
-            if not blocking:
+            if not blocking or timeout == 0:
                 return False
             library()[0].il_pause(1_000)
         self.owner = mine
@@ -492,6 +492,9 @@ class TurnLock:
         require(self.owner == threading.get_ident(), "a lock was released that was not held")
         self.count -= 1
         self.owner = self.owner if self.count else 0
+
+    def _is_owned(self) -> bool:
+        return self.owner == threading.get_ident()
 
     def __enter__(self) -> bool:
         return self.acquire()

@@ -257,7 +257,7 @@ def test_copy_on_network_storage_is_one_of_network_storage(
     opened: Opened, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = bucket / "model"
-    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "nfs4")
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
     with_copies(opened, folder, FIRST, SECOND)
     with Checkpoint.open(URL) as copies, Checkpoint.open(folder) as plain:
         for copy, shard in zip(copies.shards, plain.shards, strict=True):

@@ -17,7 +17,14 @@ import torch
 import descriptors
 import gdsload
 from forked import end_with, fork, run
-from gdsload.checkpoint import Identity, Shard, file_io, shard as shard_module
+from gdsload.checkpoint import (
+    Checkpoint,
+    Identity,
+    Shard,
+    checkpoint as checkpoint_module,
+    file_io,
+    shard as shard_module,
+)
 from gdsload.checkpoint.file_io import close_files, open_regular
 from gdsload.checkpoint.shard import close_shards, quiesce_shards
 from gdsload.errors import CheckpointError, FileChanged
@@ -69,7 +76,7 @@ def test_files_whose_storage_does_not_answer_are_closed_later(
     answers, closed = slow_close
     fd, _ = open_regular(str(path))
     monkeypatch.setattr(file_io, "_CLOSE_SECONDS", 0.01)
-    close_files([fd], distant=True)
+    close_files([fd], may_hang=True)
     assert not closed.is_set()
     answers.set()
     assert closed.wait(PATIENCE_SECONDS)
@@ -88,6 +95,17 @@ def test_file_on_network_storage_that_nobody_closes_is_not_waited_for(
     assert closed.wait(PATIENCE_SECONDS)
 
 
+def test_file_of_an_overlay_may_hang_and_is_not_distant(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "overlay")
+    with Checkpoint.open(tiny_checkpoint) as checkpoint:
+        assert all(shard.may_hang and not shard.distant for shard in checkpoint.shards)
+    monkeypatch.undo()
+    with Checkpoint.open(tiny_checkpoint) as checkpoint:
+        assert all(shard.may_hang == shard.distant for shard in checkpoint.shards)
+
+
 @pytest.mark.parametrize("distant", [True, False])
 def test_error_of_closing_one_file_leaves_none_open(
     path: Path, monkeypatch: pytest.MonkeyPatch, distant: bool
@@ -101,7 +119,7 @@ def test_error_of_closing_one_file_leaves_none_open(
     with descriptors.none_left():
         fds = [open_regular(str(path))[0] for _ in range(3)]
         monkeypatch.setattr(file_io.os, "close", broken)
-        close_files(fds, distant=distant)
+        close_files(fds, may_hang=distant)
 
 
 @pytest.mark.parametrize("cache", ["direct", "buffered"])

@@ -6,13 +6,14 @@ import errno
 import json
 import os
 import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from command import run
+from command import PATIENCE_SECONDS, run
 from gdsload import backends, doctor
 from gdsload.backends import Support, register_backend, registry
 from gdsload.backends.posix.engines import ENGINES
@@ -340,6 +341,23 @@ def test_direct_io_is_tried_on_a_file_a_directory_and_an_empty_directory(
         assert found.verdict == "yes" or "refused" in found.detail or "none" in found.detail
     assert storage.direct_io(tmp_path).verdict == storage.direct_io(tiny_checkpoint).verdict
     assert list(tmp_path.iterdir()) == []
+
+
+def test_path_that_does_not_answer_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(storage, "filesystem", lambda *_: answers.wait(PATIENCE_SECONDS))
+    try:
+        hanging, untried = storage.findings(tmp_path)
+    finally:
+        answers.set()
+    assert (hanging.name, hanging.verdict) == (f"filesystem of {tmp_path}", "no")
+    assert "has not answered" in hanging.detail
+    assert (untried.name, untried.verdict) == (f"direct I/O on {tmp_path}", "no")
+    with pytest.raises(FileNotFoundError):
+        storage.findings(tmp_path / "nothing")
 
 
 def test_direct_io_is_tried_beside_a_loop_of_links(tiny_checkpoint: Path, tmp_path: Path) -> None:

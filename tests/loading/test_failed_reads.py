@@ -512,7 +512,7 @@ def test_storage_that_hangs_before_or_after_the_reads_is_a_stall(
         assert answers.wait(120.0)
         return real(shard)
 
-    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "fuse.test")
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "fuse.test")
     monkeypatch.setattr(Shard, call, hangs)
     try:
         with pytest.raises(StallError):
@@ -527,7 +527,7 @@ def distant_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in range(COUNT):
         tensors = {f"t{number}": torch.full((LENGTH,), number, dtype=torch.int32)}
         safetensors.torch.save_file(tensors, tmp_path / f"model-{number}.safetensors")
-    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "fuse.test")
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "fuse.test")
     return tmp_path
 
 
@@ -596,11 +596,11 @@ def test_direct_descriptor_that_a_backend_refuses_is_closed_like_others_of_its_s
 
     closed: list[bool] = []
 
-    def close_files(fds: list[int], *, distant: bool, **_: float) -> None:
-        closed.extend(distant for _ in fds)
+    def close_files(fds: list[int], *, may_hang: bool, **_: float) -> None:
+        closed.extend(may_hang for _ in fds)
         list(map(os.close, fds))
 
-    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "fuse.test")
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "fuse.test")
     monkeypatch.setattr(io_mode, "close_files", close_files)
     with Checkpoint.open(tiny_checkpoint) as checkpoint:
         access = io_mode.ShardAccess(checkpoint, LoadReport("t"), ReadSettings(cache="direct"))

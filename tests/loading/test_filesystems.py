@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import subprocess
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from gdsload.loading import io_mode
 from gdsload.memory import page_cache
 from gdsload.system.storage import DEPTH
 from storage import ENGINES, kept_warm, python, save
+from waiting import wait_for
 
 mounts, records = measuring.program("mounts"), measuring.program("records")
 NAME = "model.safetensors"
@@ -237,6 +239,27 @@ def test_file_on_fuse_with_one_cold_page_is_not_mapped(mounted: Mounted, checked
     assert "mapped" not in io_modes(checked(path))
 
 
+def test_file_on_fuse_whose_pages_are_still_being_read_is_not_mapped(
+    mounted: Mounted, checked: Any
+) -> None:
+    """`cachestat` counts them; whoever used them by a mapping would wait as long as the daemon."""
+    path = mounted("fuse", no_direct=1, latency_us=2_000_000)
+    with open(path, "rb") as file:
+        fd = file.fileno()
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(fd, 1, 0)  # the header
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+        size = os.fstat(fd).st_size
+        reader = threading.Thread(target=os.pread, args=(fd, size, 0))
+        reader.start()
+        wait_for(lambda: page_cache.resident_bytes(fd) > 1 << 20)
+        counted = page_cache.resident_bytes(fd) // mmap.PAGESIZE * mmap.PAGESIZE
+        assert not page_cache.has_arrived(fd, 0, counted)
+        assert page_cache.mostly_resident(fd, 0, counted)
+        reader.join()
+        assert page_cache.has_arrived(fd, 0, size)
+
+
 @pytest.mark.parametrize("cache", ["direct", "buffered"])
 def test_error_of_the_filesystem_names_file_offset_and_reason(mounted: Mounted, cache: str) -> None:
     path = mounted("fuse", error=errno.EREMOTEIO, error_from=8 << 20)
@@ -249,7 +272,9 @@ def test_error_of_the_filesystem_names_file_offset_and_reason(mounted: Mounted, 
 
 def test_single_error_of_the_filesystem_is_retried(mounted: Mounted, checked: Any) -> None:
     path = mounted("fuse", error=errno.EIO, error_from=8 << 20, error_times=1)
-    assert checked(path, cache="direct").retries == 1
+    report = checked(path, cache="direct")
+    assert report.retries == 1
+    assert any("direct I/O" in name for name in report.refusals)
 
 
 def test_change_that_the_kernel_has_not_heard_of_raises_file_changed(tmp_path: Path) -> None:
@@ -338,7 +363,7 @@ def test_depth_of_distant_storage_follows_its_fastest_first_read(
 ) -> None:
     seconds = property(lambda shard: 0.06 if "00001" in shard.name else 0.04, lambda *_: None)
     monkeypatch.setattr(Shard, "first_read_seconds", seconds, raising=False)
-    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "nfs4")
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
     gdsload.load_file(tiny_checkpoint, cache="buffered")
     assert gdsload.last_report().depth == 2 * DEPTH
 

@@ -26,7 +26,7 @@ from gdsload.backends.posix import engines
 from gdsload.checkpoint import Shard
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError, ReadError
-from gdsload.loading import whole_tensors
+from gdsload.loading import io_mode, page_cache_fill, whole_tensors
 from gdsload.memory import host_buffers, page_cache
 from legal import TORCH_DTYPES, files, raw, same, write
 from storage import kept_warm
@@ -571,3 +571,17 @@ def test_direct_reads_that_fail_tell_the_error_of_the_system(
     with pytest.raises(ReadError, match="Too many open files") as caught:
         gdsload.load_file(path, cache="direct")
     assert caught.value.errno == errno.EMFILE
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_warm_file_is_mapped_unless_its_pages_may_still_be_read(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    expected = gdsload.load_file(tiny_checkpoint, cache="buffered")
+    monkeypatch.setattr(io_mode, "reads_in_flight", lambda device: busy)
+    monkeypatch.setattr(page_cache, "mostly_resident", lambda *_: True)
+    monkeypatch.setattr(page_cache, "has_arrived", lambda *_: False)
+    monkeypatch.setattr(page_cache_fill, "WITHOUT_BACKEND_BYTES", 0)
+    got = gdsload.load_file(tiny_checkpoint, page_cache="keep")
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert ("mapped" in gdsload.last_report().paths) != busy

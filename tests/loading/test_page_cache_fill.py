@@ -269,7 +269,7 @@ def test_network_storage_is_read_past_the_page_cache(
     small = path.with_name("small.safetensors")
     safetensors.torch.save_file({"w": torch.ones(1 << 18)}, small)
     page_cache.evict(small)
-    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "nfs4")
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
     for file in (path, small):
         gdsload.load_file(file, **words)
         assert io_modes(gdsload.last_report()) <= {"direct", "direct bounced"}

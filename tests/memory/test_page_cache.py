@@ -63,6 +63,28 @@ def test_cold_warm_and_between(fd: int) -> None:
     assert page_cache.wholly_resident(fd, PAGES * PAGE + 99, 1)
 
 
+def test_page_that_is_being_read_has_not_arrived(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.pread(fd, PAGES * PAGE, 0)
+    assert page_cache.has_arrived(fd, 0, PAGES * PAGE)
+    pages = system.mincore_pages(fd, 0, PAGES * PAGE)
+    monkeypatch.setattr(system, "mincore_pages", lambda *_: pages - 1)
+    try:
+        system.cachestat(fd, 0, 1)
+    except OSError:  # then only mincore has counted
+        assert page_cache.has_arrived(fd, 0, PAGES * PAGE)
+    else:
+        assert not page_cache.has_arrived(fd, 0, PAGES * PAGE)
+
+
+def test_absent_ranges_have_present_bytes_between_them(fd: int) -> None:
+    assert page_cache.absent_ranges(fd, 0, PAGES * PAGE) == [(0, PAGES * PAGE)]
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    os.pread(fd, 1, 10 * PAGE)
+    os.pread(fd, 1, 31 * PAGE)
+    ranges = page_cache.absent_ranges(fd, 0, PAGES * PAGE)
+    assert ranges == [(0, 10 * PAGE), (11 * PAGE, 20 * PAGE), (32 * PAGE, (PAGES - 32) * PAGE)]
+
+
 def test_ranges(fd: int) -> None:
     os.pread(fd, 1 << 20, 0)
     assert page_cache.resident_bytes(fd, 5 * PAGE, 3 * PAGE) == 3 * PAGE

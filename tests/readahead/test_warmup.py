@@ -238,7 +238,7 @@ def test_a_script_starts_with_its_weights_on_their_way(
 def test_the_command_fills_the_page_cache(
     checkpoint: Path, filesystem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: filesystem)
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: filesystem)
     files = sorted(checkpoint.glob("*.safetensors"))
     if any(page_cache.evict(file) for file in files):
         pytest.skip("this filesystem keeps its pages")

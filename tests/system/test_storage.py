@@ -48,20 +48,37 @@ def test_reads_follow_the_block_size_and_the_latency_of_the_filesystem(
 
 
 @pytest.mark.parametrize(
-    ("major", "kind", "expected"), [(0, "nfs4", "nfs4"), (0, "btrfs", ""), (8, "nfs4", "")]
+    ("major", "kind", "distant"), [(0, "nfs4", True), (0, "btrfs", False), (8, "nfs4", False)]
 )
 def test_filesystem_is_distant_by_its_type_unless_it_is_on_a_disk(
-    monkeypatch: pytest.MonkeyPatch, major: int, kind: str, expected: str
+    monkeypatch: pytest.MonkeyPatch, major: int, kind: str, distant: bool
 ) -> None:
     monkeypatch.setattr(storage, "mount_of", lambda path: Mount("/mnt", kind, "a:/b", "0:50"))
     status = SimpleNamespace(st_dev=os.makedev(major, 50))
-    assert storage.distant_filesystem_of("/mnt/file", status) == expected
+    found = storage.filesystem_without_disk("/mnt/file", status)
+    assert found == ("" if major else kind)
+    assert storage.is_distant(found) == distant
+
+
+def test_reads_in_flight_are_of_the_disk_or_of_any(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number, reads in (("8:0", 0), ("8:16", 3)):
+        folder = tmp_path / "dev/block" / number
+        folder.mkdir(parents=True)
+        (folder / "inflight").write_text(f"       {reads}        5\n")
+    monkeypatch.setattr(storage, "_SYSFS", str(tmp_path))
+    assert not storage.reads_in_flight(os.makedev(8, 0))
+    assert storage.reads_in_flight(os.makedev(8, 16))
+    assert storage.reads_in_flight(os.makedev(0, 50)), "btrfs: on some disk"
+    monkeypatch.setattr(storage, "_SYSFS", str(tmp_path / "nothing"))
+    assert not storage.reads_in_flight(os.makedev(8, 16))
 
 
 def test_file_on_an_unknown_mount_is_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(storage, "mount_of", lambda path: None)
     status = SimpleNamespace(st_dev=os.makedev(0, 50))
-    assert storage.distant_filesystem_of(str(tmp_path), status) == ""
+    assert storage.filesystem_without_disk(str(tmp_path), status) == ""
     assert storage.storage_of("") == storage.Storage()
 
 

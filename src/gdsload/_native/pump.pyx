@@ -203,6 +203,8 @@ cdef int complete(CPump *self, Op *op, int64_t result, int64_t now) noexcept nog
     elif op.direct or (result < 0 and not op.retried):
         # One more try through the page cache, also after a direct read that met an early end of
         # the file: the page cache's answer decides.
+        if op.direct and result < 0:
+            file.refused = <int>-result
         op.retried = 1
         op.direct = 0
         request.retries += 1

@@ -50,7 +50,7 @@ from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_eased, collector_paused
 from gdsload.system.parallel import parallel_map
 from gdsload.system.stall import STALL_SECONDS
-from gdsload.system.storage import distant_filesystem_of
+from gdsload.system.storage import OVERLAY, filesystem_without_disk, is_distant
 
 _FEW_SHARDS = 4  # on a disk, one thread opens them faster than several start
 
@@ -300,17 +300,17 @@ class Checkpoint(quiesce.Holder):
             CheckpointError: The checkpoint is closed.
         """
         asked = self.shards if shards is None else [self.shards[number] for number in shards]
-        distant = [shard for shard in asked if shard.distant]
-        if distant:  # in threads, which may hang
+        hanging = [shard for shard in asked if shard.may_hang]
+        if hanging:  # in threads
             for _ in parallel_map(
                 Shard.verify_unchanged,
-                distant,
+                hanging,
                 path_of=lambda shard: shard.path,
                 stall_seconds=self.stall_seconds,
             ):
                 pass
         for shard in asked:
-            if not shard.distant:
+            if not shard.may_hang:
                 shard.verify_unchanged()
 
     @property
@@ -395,14 +395,16 @@ def _shard_of(
     fd: int, status: os.stat_result, path: str, name: str, filesystems: dict[int, str]
 ) -> Shard:
     if status.st_dev not in filesystems:
-        filesystems[status.st_dev] = distant_filesystem_of(path, status)
+        filesystems[status.st_dev] = filesystem_without_disk(path, status)
+    kind = filesystems[status.st_dev]
     return Shard(
         fd,
         Identity.of(status),
         path=path,
         name=name,
-        filesystem=filesystems[status.st_dev],
+        filesystem=kind if is_distant(kind) else "",
         preferred_bytes=status.st_blksize,
+        in_overlay=kind == OVERLAY,
     )
 
 

@@ -75,13 +75,13 @@ def open_regular(
 
 
 def close_files(
-    fds: Sequence[int], *, distant: bool = False, wait_seconds: float = _CLOSE_SECONDS
+    fds: Sequence[int], *, may_hang: bool = False, wait_seconds: float = _CLOSE_SECONDS
 ) -> None:
     """Closes descriptors that were only read from. Errors are ignored: the kernel has closed them.
 
     Args:
         fds: The descriptors, of one checkpoint.
-        distant: Whether their filesystem may not answer: then a thread closes them.
+        may_hang: Whether their filesystem may not answer: then a thread closes them.
         wait_seconds: How long the caller waits for this thread.
     """
 
@@ -96,7 +96,7 @@ def close_files(
             close()
             raise
 
-    thread = start_thread(close, "gdsload-close") if distant and fds else None
+    thread = start_thread(close, "gdsload-close") if may_hang and fds else None
     if thread is None:
         close()
     else:

@@ -70,6 +70,7 @@ class Shard:
         size: The size of the file in bytes.
         filesystem: The type of its filesystem if this is distant: a network or a daemon, which may
             not answer, is between it and its storage. Otherwise "".
+        in_overlay: Whether it is in an overlay, whose lower layers may be distant.
         preferred_bytes: The size of a read that its filesystem prefers.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header; None if it has none.
@@ -90,6 +91,7 @@ class Shard:
         name: str,
         filesystem: str = "",
         preferred_bytes: int = 0,
+        in_overlay: bool = False,
     ) -> None:
         self._fd = fd
         self._quiesced = False  # whether the descriptor is released by quiesce()
@@ -102,6 +104,7 @@ class Shard:
         self.identity = identity
         self.size = identity.size
         self.filesystem = filesystem
+        self.in_overlay = in_overlay
         self.preferred_bytes = preferred_bytes
         self.data_start = 0
         self.metadata: dict[str, str] | None = None
@@ -118,12 +121,12 @@ class Shard:
 
     def _reopen(self) -> None:
         opened = partial(open_regular, shown_as=self.path)
-        if self.distant:  # in a thread, so that a hung mount cannot block Ctrl-C
+        if self.may_hang:  # in a thread, so that a hung mount cannot block Ctrl-C
             ((fd, status),) = parallel_map(
                 opened,
                 [self._reopened_path],
                 path_of=lambda _: self.path,
-                discard=lambda late: close_files([late[0]], distant=True),
+                discard=lambda late: close_files([late[0]], may_hang=True),
             )
         else:
             fd, status = opened(self._reopened_path)
@@ -161,8 +164,13 @@ class Shard:
 
     @property
     def distant(self) -> bool:
-        """Whether system calls on it may wait for a network or a daemon, which may not answer."""
+        """Whether a network or a daemon is between it and its storage."""
         return bool(self.filesystem)
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether system calls on it may wait without end."""
+        return self.distant or self.in_overlay
 
     @property
     def on_disk(self) -> bool:
@@ -254,8 +262,8 @@ class Shard:
         if fd < 0:
             return
         self._fd = -1
-        if getattr(self, "filesystem", "") and not _finalizing():
-            close_files([fd], distant=True, wait_seconds=0.0)
+        if getattr(self, "may_hang", False) and not _finalizing():
+            close_files([fd], may_hang=True, wait_seconds=0.0)
             return
         try:  # noqa: SIM105
             _close(fd)
@@ -288,9 +296,9 @@ def _release(shards: Iterable[Shard], *, quiesced: bool) -> None:
             else:
                 shard.close()
         elif (fd := shard._leave_fd(quiesced=quiesced)) >= 0:
-            fds.setdefault(shard.distant, []).append(fd)
-    for distant, of_these in fds.items():
-        close_files(of_these, distant=distant)
+            fds.setdefault(shard.may_hang, []).append(fd)
+    for may_hang, of_these in fds.items():
+        close_files(of_these, may_hang=may_hang)
 
 
 class RemoteShard(Shard):

@@ -6,7 +6,6 @@ Errors of the library become one line on stderr and exit code 1, wrong arguments
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import suppress
 
@@ -57,12 +56,12 @@ def doctor(path: str | None, as_json: bool) -> int:
     """
     from gdsload.doctor import examine
 
-    if path is not None:
-        try:
-            os.stat(path)
-        except OSError as error:
-            raise open_error(error, path) from error
-    diagnosis = examine(path)
+    try:
+        diagnosis = examine(path)
+    except OSError as error:
+        if path is None or error.filename != path:
+            raise
+        raise open_error(error, path) from error
     if as_json:
         show_json(diagnosis.to_dict())
     else:

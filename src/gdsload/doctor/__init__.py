@@ -17,7 +17,11 @@ __all__ = ["Diagnosis", "Finding", "examine"]
 
 
 def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diagnosis:
-    """Runs all checks, and those of the storage that has `path`, a file or a directory."""
+    """Runs all checks, and those of the storage that has `path`, a file or a directory.
+
+    Raises:
+        OSError: There is no such path, or this user may not see it.
+    """
     findings = [
         software.python(),
         *(software.package(name) for name in ("gdsload", "torch", "transformers", "safetensors")),
@@ -31,6 +35,6 @@ def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diag
         limits.memory(),
     ]
     if path is not None:
-        findings += [storage.filesystem(path, root), storage.direct_io(path)]
+        findings += storage.findings(path, root)
     findings += [*software.backends(), *gpu.findings(root)]
     return Diagnosis(tuple(findings))

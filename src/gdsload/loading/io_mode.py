@@ -38,7 +38,7 @@ from gdsload.planning.read_plan import (
 )
 from gdsload.report import LoadReport
 from gdsload.system.parallel import parallel_map
-from gdsload.system.storage import Storage, is_btrfs, remote_storage, storage_of
+from gdsload.system.storage import Storage, is_btrfs, reads_in_flight, remote_storage, storage_of
 
 _COPY_BYTES = 128 << 10
 # Of the descriptors of the process, for the shards and their direct reads. Imports need some, too.
@@ -85,18 +85,19 @@ class ShardAccess:
         self._residency: dict[int, str] = {}  # by shard
         self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
+        self._must_drop = settings.page_cache == "drop"
         # btrfs reads compressed files, and into memory that nobody has touched, by the page cache.
-        direct = settings.page_cache == "keep" and settings.cache in ("auto", "direct")
+        direct = settings.cache in ("auto", "direct")
         self._drops = not self._remote and (
-            settings.page_cache == "drop" or (direct and is_btrfs(checkpoint.shards[0].fd))
+            self._must_drop or (direct and is_btrfs(checkpoint.shards[0].fd))
         )
         self.fill = PageCacheFill(checkpoint, settings)
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
-        self._distant = any(shard.distant for shard in checkpoint.shards)
+        self._may_hang = any(shard.may_hang for shard in checkpoint.shards)
         # For a `safe_open` that nobody closes: it waits for nothing where garbage is collected.
         left = self._direct_fds, self._absent
-        unclosed = weakref.finalize(self, _drop_and_close, *left, self._distant, wait_seconds=0.0)
+        unclosed = weakref.finalize(self, _drop_and_close, *left, self._may_hang, wait_seconds=0.0)
         unclosed.atexit = False
 
     @property
@@ -143,11 +144,15 @@ class ShardAccess:
             return False
         if self.cache == "mapped":
             return True
-        fd = self._checkpoint.shards[shard].fd
+        opened = self._checkpoint.shards[shard]
         # A fault on a page that is not there would be a round trip of distant storage.
-        distant = self._storage_of(shard).distant
-        warm = page_cache.wholly_resident if distant else page_cache.mostly_resident
-        return all(warm(fd, each.offset, each.length) for each in merged_ranges_of(ranges))
+        warm = page_cache.wholly_resident if opened.distant else page_cache.mostly_resident
+        merged = merged_ranges_of(ranges)
+        if not all(warm(opened.fd, each.offset, each.length) for each in merged):
+            return False
+        return not (opened.distant or reads_in_flight(opened.identity.dev)) or all(
+            page_cache.has_arrived(opened.fd, each.offset, each.length) for each in merged
+        )
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
         """The cheapest I/O mode for a transfer that does not fill the page cache."""
@@ -204,7 +209,7 @@ class ShardAccess:
             )
         except BaseException:
             if shard in self._direct_fds:
-                close_files([self._direct_fds.pop(shard)], distant=opened.distant)
+                close_files([self._direct_fds.pop(shard)], may_hang=opened.may_hang)
             raise
 
     def _storage_of(self, shard: int) -> Storage:
@@ -231,24 +236,24 @@ class ShardAccess:
 
     def _open_direct(self, shards: Sequence[int]) -> None:
         """Opens second descriptors of shards, for direct reads; the report has the reason where
-        there is none. Those of distant storage are opened in parallel threads, which may hang."""
+        there is none. Those that may hang are opened in parallel threads."""
         opened, room = self._checkpoint.shards, self._room_for_direct()
         for shard in shards[room:]:
             refused = _Direct(None, self.blocks[shard], _FEW_DESCRIPTORS, errno.EMFILE)
             self._note_direct(shard, refused)
-        near = [shard for shard in shards[:room] if not opened[shard].distant]
-        distant = [shard for shard in shards[:room] if opened[shard].distant]
-        for shard in near:
-            self._note_direct(shard, _reopened(opened[shard]))
+        hanging = [shard for shard in shards[:room] if opened[shard].may_hang]
+        for shard in shards[:room]:
+            if not opened[shard].may_hang:
+                self._note_direct(shard, _reopened(opened[shard]))
         opening = parallel_map(
             _reopened,
-            [opened[shard] for shard in distant],
+            [opened[shard] for shard in hanging],
             path_of=lambda shard: shard.path,
             discard=_close_direct,
             stall_seconds=self._checkpoint.stall_seconds,
         )
         with closing(opening):
-            for shard, found in zip(distant, opening, strict=True):
+            for shard, found in zip(hanging, opening, strict=True):
                 self._note_direct(shard, found)
 
     def _room_for_direct(self) -> int:
@@ -278,7 +283,7 @@ class ShardAccess:
     def _note_absent(self, shard: Shard) -> None:
         """Notes what `close` drops. The kernel tells it only to those who may write to the file."""
         try:
-            absent = list(page_cache.absent_ranges(shard.fd, 0, shard.size))
+            absent = page_cache.absent_ranges(shard.fd, 0, shard.size)
             self._absent.append((os.dup(shard.fd), absent))
         except OSError as error:
             self.report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)
@@ -287,8 +292,10 @@ class ShardAccess:
         """Gives registrations back, closes the backend and the direct descriptors, and drops from
         the page cache what was not there before. A later `register` starts anew."""
         registered, self._registered = self._registered, [None] * len(self._registered)
+        if self.fill.active() and not self._must_drop:
+            self._absent[:] = [(fd, []) for fd, _ in self._absent]
         with ExitStack() as stack:
-            stack.callback(_drop_and_close, self._direct_fds, self._absent, self._distant)
+            stack.callback(_drop_and_close, self._direct_fds, self._absent, self._may_hang)
             if backend is not None:
                 stack.callback(backend.close)  # its threads may still read from the descriptors
                 for registration in registered:
@@ -299,7 +306,7 @@ class ShardAccess:
 def _drop_and_close(
     direct_fds: dict[int, int],
     absent: list[tuple[int, list[tuple[int, int]]]],
-    distant: bool,
+    may_hang: bool,
     **wait: float,
 ) -> None:
     """Drops ranges from the page cache, closes all descriptors, and forgets them."""
@@ -312,7 +319,7 @@ def _drop_and_close(
                 with suppress(OSError):  # only a hint
                     os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
     finally:  # also if Ctrl-C ends it
-        close_files(left, distant=distant, **wait)
+        close_files(left, may_hang=may_hang, **wait)
 
 
 def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:
@@ -324,7 +331,7 @@ def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:
 
 def _close_direct(found: _Direct) -> None:
     if found.fd is not None:
-        close_files([found.fd], distant=True)
+        close_files([found.fd], may_hang=True)
 
 
 def _reopened(shard: Shard) -> _Direct:

@@ -132,6 +132,22 @@ def wholly_resident(fd: int, offset: int, length: int) -> bool:
         return False
 
 
+def has_arrived(fd: int, offset: int, length: int) -> bool:
+    """Whether no page of a range is being read. `cachestat` counts such pages, which may never
+    arrive: whoever uses one by a mapping waits for it without end, or ends by SIGBUS.
+
+    True if this process may only sample the file: a sample is of a page that has arrived.
+    """
+    try:
+        counted = system.cachestat(fd, offset, length)
+    except OSError:
+        return True
+    try:
+        return system.mincore_pages(fd, offset, length) >= counted
+    except OSError:  # it cannot be mapped either
+        return False
+
+
 def mostly_resident(fd: int, offset: int, length: int) -> bool:
     """Whether nearly all of a range is resident. Large ranges are sampled, small ones are not."""
     if length <= SAMPLES * SAMPLE_BYTES:
@@ -192,11 +208,22 @@ def resident_share(files: Sequence[tuple[int, int]]) -> float:
     return resident / max(total, 1)
 
 
-def absent_ranges(fd: int, offset: int, length: int) -> Iterator[tuple[int, int]]:
-    """The parts (offset, length) of a range that are not in the page cache, in file order.
+def absent_ranges(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
+    """The parts (offset, length) of a range that are not in the page cache, in file order, with
+    present bytes between any two of them.
 
     `offset` is a multiple of the page size. Raises what `resident_bytes` raises.
     """
+    found: list[tuple[int, int]] = []
+    for start, nbytes in _absent_halves(fd, offset, length):
+        if found and sum(found[-1]) == start:
+            found[-1] = found[-1][0], found[-1][1] + nbytes
+        else:
+            found.append((start, nbytes))
+    return found
+
+
+def _absent_halves(fd: int, offset: int, length: int) -> Iterator[tuple[int, int]]:
     if not length:
         return
     resident = resident_bytes(fd, offset, length)
@@ -204,8 +231,8 @@ def absent_ranges(fd: int, offset: int, length: int) -> Iterator[tuple[int, int]
         yield offset, length
     elif resident < length:
         half = max(length // 2 // PAGESIZE, 1) * PAGESIZE
-        yield from absent_ranges(fd, offset, half)
-        yield from absent_ranges(fd, offset + half, length - half)
+        yield from _absent_halves(fd, offset, half)
+        yield from _absent_halves(fd, offset + half, length - half)
 
 
 def evict(path: str | os.PathLike[str]) -> int:

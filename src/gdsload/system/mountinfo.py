@@ -71,14 +71,15 @@ def kind_of_file(fd: int) -> str:
 def _mounts(root: str = "/") -> Iterator[Mount]:
     """All mounts, in the kernel's order; none if the system does not report them."""
     try:
-        with open(os.path.join(root, "proc/self/mountinfo"), errors="replace") as file:
-            lines = file.read().splitlines()
+        with open(os.path.join(root, "proc/self/mountinfo"), "rb") as file:
+            lines = os.fsdecode(file.read()).split("\n")
     except OSError:
         return
     for line in lines:
         # id parent major:minor root POINT options [tags] - KIND SOURCE options
+        # Names may have any other white space: the kernel escapes what separates fields and lines.
         mount, _, rest = line.partition(" - ")
-        fields, tail = mount.split(), rest.split()
+        fields, tail = mount.split(" "), rest.split(" ")
         if len(fields) < 5 or len(tail) < 2:
             continue
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4])

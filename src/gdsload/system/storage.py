@@ -24,6 +24,7 @@ DISTANT = (
     "gpfs", "lustre", "mmfs", "ncpfs", "nfs", "nfs4", "orangefs", "panfs", "prl_fs", "pvfs2",
     "quobyte", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs", "wekafs",
 )  # fmt: skip
+OVERLAY = "overlay"
 # The kernel splits reads through the page cache into 128 KiB. With a latency of 20 ms, 256 of them
 # in flight load 1.5 GB in 1.2 s, and 16 of 4 MiB in 8.1 s; direct reads do not differ
 # (benchmarks/results/cold-fuse-20ms.json).
@@ -73,18 +74,19 @@ def is_distant(kind: str) -> bool:
     return kind in DISTANT or kind.startswith("fuse.")
 
 
-def distant_filesystem_of(path: str, status: os.stat_result) -> str:
-    """The type of the filesystem of a file if this is distant; "" if it is local or not known."""
-    if os.major(status.st_dev):  # a disk
+def filesystem_without_disk(path: str, status: os.stat_result) -> str:
+    """The type of the filesystem of a file whose device number is that of no disk; otherwise, or if
+    it is not known, ""."""
+    if os.major(status.st_dev):
         return ""
     mount = mount_of(path)
-    return mount.kind if mount is not None and is_distant(mount.kind) else ""
+    return "" if mount is None else mount.kind
 
 
 def is_overlay(fd: int) -> bool:
     """Whether an open file is in an overlay, as in a container: the files below it have the pages
     in the page cache, and the disk."""
-    return _kind_without_disk(fd) == "overlay"
+    return _kind_without_disk(fd) == OVERLAY
 
 
 def is_btrfs(fd: int) -> bool:
@@ -122,6 +124,23 @@ def _read_ahead_in(directory: str) -> int | None:
     return None
 
 
+def reads_in_flight(device: int) -> bool:
+    """Whether the disk with this number (`st_dev`) is being read now; any disk, if it is no disk's
+    number, as on btrfs. False if the system does not tell."""
+    disks = f"{_SYSFS}/dev/block"
+    own = _reads_in(f"{disks}/{os.major(device)}:{os.minor(device)}")
+    if own is not None:
+        return bool(own)
+    return any(map(_reads_in, glob(f"{disks}/*")))
+
+
+def _reads_in(directory: str) -> int | None:
+    """The reads in flight of a disk or a partition in sysfs; None if it is none."""
+    with suppress(OSError, ValueError, IndexError), open(f"{directory}/inflight") as file:
+        return int(file.read().split()[0])
+    return None
+
+
 def reads_ahead_by_huge_pages() -> bool:
     """Whether the read-ahead of a mapping that asks for huge pages is 2 MiB on every disk: since
     Linux 5.18, with pages of 4 KiB."""
@@ -149,7 +168,7 @@ def storage_of(filesystem: str, preferred_bytes: int = 0, latency: float = 0.0) 
     """The storage of a file of this machine.
 
     Args:
-        filesystem: Of `distant_filesystem_of`.
+        filesystem: The type of a distant filesystem, or "" for a local one.
         preferred_bytes: The size of a read that the filesystem prefers (`st_blksize`).
         latency: Seconds of one small read; 0 if this is not known.
     """

@@ -197,6 +197,17 @@ def test_failed_write_leaves_the_old_file(cache: Path, monkeypatch: pytest.Monke
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
 
 
+@pytest.mark.parametrize(
+    "name", ["m\u3000x", "m\u00a0x", "m\u2028x", "m\x85x", "m\x0cx", "m\udcff"]
+)
+def test_mount_is_found_by_any_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    line = f"2 1 0:9 / {tmp_path.resolve()}/{name} rw shared:1 - fuse.test daemon rw\n"
+    (tmp_path / "proc/self/mountinfo").write_bytes(os.fsencode(line))
+    found = mountinfo.mount_of(tmp_path / name / "x", str(tmp_path))
+    assert found is not None and found.kind == "fuse.test"
+
+
 def test_mount_of_path_is_the_innermost(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/mountinfo").write_text(

@@ -513,9 +513,9 @@ def test_descriptor_on_distant_storage_is_closed_by_a_thread(
     """Closing a file may wait for its filesystem."""
     closed: list[bool] = []
 
-    def close(fds: list[int], *, distant: bool) -> None:
-        closed.append(distant)
-        close_files(fds, distant=distant)
+    def close(fds: list[int], *, may_hang: bool) -> None:
+        closed.append(may_hang)
+        close_files(fds, may_hang=may_hang)
 
     monkeypatch.setattr("gdsload.backends.cufile.base.close_files", close)
     for storage in (Storage(), Storage("nfs4", 1 << 20, 16)):

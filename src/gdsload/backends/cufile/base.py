@@ -119,14 +119,14 @@ class CuFileBackend(PumpBackend):
                 f"backend {self.name!r}: {what.path}: {error}", {self.name: str(error)}
             ) from error
         except CuFileFailure as error:
-            close_files([fd], distant=distant)
+            close_files([fd], may_hang=distant)
             raise CuFileError(
                 f"{what.path}: cuFile does not take it: {library.explain(error.code) or error}",
                 code=error.code,
                 path=what.path,
             ) from error
         except OSError as error:  # no thread for the call
-            close_files([fd], distant=distant)
+            close_files([fd], may_hang=distant)
             raise BackendUnavailable(
                 f"backend {self.name!r}: {error.strerror}", {self.name: str(error.strerror)}
             ) from error
@@ -214,7 +214,7 @@ class CuFileBackend(PumpBackend):
             while files and not driver.stuck:
                 handle, fd, distant = files.pop()
                 driver.deregister_file(handle)
-                close_files([fd], distant=distant)
+                close_files([fd], may_hang=distant)
             for pipeline in pipelines:
                 pipeline.ring.give_back()
             return True
