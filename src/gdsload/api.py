@@ -603,6 +603,7 @@ def plan(
         CheckpointError: The checkpoint is missing, damaged or inconsistent, or no tensor has a name
             or matches a pattern.
         IndexError: An index in `slices` is outside its tensor.
+        ValueError: `window_bytes` is negative.
         PlacementError: The plan of so many bytes does not fit into memory.
 
     Example:
@@ -610,6 +611,8 @@ def plan(
     """
     from gdsload._native.system import direct_alignment
 
+    if window_bytes < 0:
+        raise ValueError(f"window_bytes={window_bytes!r} must be at least 0")
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     with lookup.open(source) as checkpoint:
         alignments = [

@@ -138,12 +138,13 @@ def test_last_settled_transfer_is_reported() -> None:
         {"request_bytes": 5000},
         {"request_bytes": 1 << 32},
         {"depth": 0},
+        {"ring_bytes": -1},
         {"depth": -1},
         {"depth": 1 << 20},
     ],
 )
 def test_impossible_settings_raise_value_error(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"request_bytes|depth"):
+    with pytest.raises(ValueError, match=r"request_bytes|depth|ring_bytes"):
         PosixBackend(**options)
 
 

@@ -415,10 +415,17 @@ def test_files_of_this_machine_are_refused(backend: RemoteBackend) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"request_bytes": 0}, {"request_bytes": 5000}, {"depth": 0}, {"depth": 1 << 20}]
+    "options",
+    [
+        {"request_bytes": 0},
+        {"request_bytes": 5000},
+        {"depth": 0},
+        {"ring_bytes": -1},
+        {"depth": 1 << 20},
+    ],
 )
 def test_impossible_settings_raise_value_error(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"request_bytes|depth"):
+    with pytest.raises(ValueError, match=r"request_bytes|depth|ring_bytes"):
         RemoteBackend(**options)
 
 

@@ -419,3 +419,8 @@ def test_plan_of_a_checkpoint_has_its_tensors(tiny_checkpoint: Path) -> None:
     assert list(backwards.locations) == [last]
     with pytest.raises((KeyError, gdsload.CheckpointError)):
         gdsload.plan(tiny_checkpoint, ["nonsense"])
+
+
+def test_negative_read_window_is_refused(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="window_bytes=-1 must be at least 0"):
+        gdsload.plan(tiny_checkpoint, window_bytes=-1)

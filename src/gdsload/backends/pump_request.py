@@ -137,8 +137,8 @@ class PumpBackend(Backend):
         self._file_numbers = 0  # an engine knows descriptors by these; none is used twice
 
     def _require_request_options(self, most_depth: int, reads: str) -> None:
-        """Raises ValueError for values of `request_bytes` and `depth` that cannot work. `reads` is
-        the word for what is in flight."""
+        """Raises ValueError for values of `request_bytes`, `depth` and `ring_bytes` that cannot
+        work. `reads` is the word for what is in flight."""
         request_bytes, depth = self.settings["request_bytes"], self.settings["depth"]
         if not 0 < request_bytes <= MOST_REQUEST_BYTES or request_bytes % DEFAULT_BLOCK_BYTES:
             raise ValueError(
@@ -147,6 +147,8 @@ class PumpBackend(Backend):
             )
         if not 0 < depth <= most_depth:
             raise ValueError(f"depth={depth!r}: from 1 to {most_depth} {reads} can be in flight")
+        if (ring_bytes := self.settings["ring_bytes"]) < 0:
+            raise ValueError(f"ring_bytes={ring_bytes!r}: a size is not negative")
 
     def _new_file_numbers(self) -> tuple[int, int]:
         """Numbers for the direct and the other descriptor of a file."""
