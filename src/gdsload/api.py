@@ -40,7 +40,7 @@ from gdsload.planning.read_plan import (
     ranges_of,
 )
 from gdsload.report import LoadReport
-from gdsload.system import device_name
+from gdsload.system import device_name, quiesce
 from gdsload.system.progress_bar import progress_bar
 from gdsload.system.stall import STALL_SECONDS
 
@@ -312,7 +312,7 @@ def load_into(
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     targets = destinations.named_tensors(tensors)
     report = LoadReport(title_of(source), on_event=on_event)
-    with report.whole(), ExitStack() as stack:
+    with report.whole(), quiesce.loading(report.source), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
         verifier = verifier_of(checkpoint, verify, report)
@@ -492,7 +492,7 @@ class _LoadCall(NamedTuple):
         """A session for the load, what it reads, and the function for its progress bar."""
         source, settings, target = self.source, self.settings, self.target
         report = LoadReport(title_of(source), device=target, on_event=settings.on_event)
-        with report.whole(), ExitStack() as stack:
+        with report.whole(), quiesce.loading(report.source), ExitStack() as stack:
             device_init = None
             if device_name.device_kind(target) == "cuda":
                 from gdsload.loading.device_init import begin

@@ -16,6 +16,7 @@ from gdsload.api import open_session
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.checkpoint.locate import title_of
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
 from gdsload.loading.session import verifier_of
 from gdsload.loading.settings import ReadSettings
@@ -24,7 +25,7 @@ from gdsload.loading.whole_tensors import load
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
-from gdsload.system import device_name
+from gdsload.system import device_name, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import STALL_SECONDS
 
@@ -107,17 +108,18 @@ class safe_open:
         lookup = Lookup(
             revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
         )
-        self._checkpoint = lookup.open(filename)
-        try:
-            report = LoadReport(self._checkpoint.source, device=self._device)
-            verifier = verifier_of(self._checkpoint, verify, report)
-            nbytes = self._checkpoint.total_bytes
-            self._session = open_session(
-                self._checkpoint, report, settings, self._device, nbytes, verifier
-            )
-        except BaseException:
-            self._checkpoint.close()
-            raise
+        with quiesce.loading(title_of(filename)):
+            self._checkpoint = lookup.open(filename)
+            try:
+                report = LoadReport(self._checkpoint.source, device=self._device)
+                verifier = verifier_of(self._checkpoint, verify, report)
+                nbytes = self._checkpoint.total_bytes
+                self._session = open_session(
+                    self._checkpoint, report, settings, self._device, nbytes, verifier
+                )
+            except BaseException:
+                self._checkpoint.close()
+                raise
 
     @safetensors_errors()
     def keys(self) -> list[str]:
@@ -207,7 +209,7 @@ class safe_open:
             )
             self._session.report_to(report)
             report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
-            with report.whole():
+            with report.whole(), quiesce.loading(report.source):
                 tensors = load(
                     self._session,
                     infos,

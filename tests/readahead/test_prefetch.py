@@ -949,3 +949,18 @@ def test_wrong_option_of_the_backend_is_an_error_of_the_prefetch_alone(
     with ahead, pytest.raises(gdsload.GdsloadError, match="depth=0"):
         ahead.wait()
     assert not shown
+
+
+def test_load_in_a_callback_of_a_prefetch_does_not_wait_for_it(checkpoint: Path) -> None:
+    loaded: list[dict[str, torch.Tensor]] = []
+
+    def load(event: object) -> None:
+        if not loaded:
+            loaded.append({})
+            loaded.append(gdsload.load_file(checkpoint, stall_seconds=PATIENCE_SECONDS))
+
+    start = time.monotonic()
+    with gdsload.prefetch(checkpoint, on_event=load, **READ) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+    assert time.monotonic() - start < PATIENCE_SECONDS
+    assert_same(loaded[1], reference(checkpoint))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,12 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
+from gdsload import api
+from gdsload.backends import Memory
 from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
 from gdsload.readahead import prefetch
 from gdsload.system import quiesce
 from waiting import wait_for
@@ -165,3 +172,76 @@ def test_quiesce_after_closed_prefetch_succeeds(checkpoint: Path, gate: Gate) ->
     gdsload.prefetch(checkpoint, backend="gated", cache="buffered").close()
     gdsload.quiesce(PATIENCE_SECONDS)
     assert prefetch.prefetches() == []
+
+
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+def test_quiesce_waits_for_a_load_that_has_planned_its_reads(
+    checkpoint: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reads are of descriptors that another file could get."""
+    expected = reference_load_file(next(iter(checkpoint.glob("*.safetensors"))))
+    arranged, goes_on = threading.Event(), threading.Event()
+    take_memory = Batch._take_memory
+
+    def waiting(self: Batch) -> list[Memory]:
+        arranged.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+        return take_memory(self)
+
+    monkeypatch.setattr(Batch, "_take_memory", waiting)
+    with ThreadPoolExecutor(2) as pool:
+        load = pool.submit(gdsload.load_file, checkpoint, cache=cache)
+        assert arranged.wait(PATIENCE_SECONDS)
+        with pytest.raises(GdsloadError, match="is being read"):
+            gdsload.quiesce(0.01)
+        quiesced = pool.submit(gdsload.quiesce, PATIENCE_SECONDS)
+        goes_on.set()
+        got = load.result()
+        quiesced.result()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_load_waits_while_holders_are_quiesced(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gdsload.load_file(checkpoint, names=[NAME])[NAME]
+    closing, goes_on, opened = threading.Event(), threading.Event(), threading.Event()
+    real = Session.quiesce
+
+    def waiting(self: Session) -> None:
+        closing.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+        real(self)
+
+    with gdsload.safe_open(checkpoint, cache="direct") as file, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(Session, "quiesce", waiting)
+        quiesced = pool.submit(gdsload.quiesce)
+        assert closing.wait(PATIENCE_SECONDS)
+        register = Session.register
+        monkeypatch.setattr(Session, "register", lambda *words: opened.set() or register(*words))
+        read = pool.submit(file.get_tensor, NAME)
+        assert not opened.wait(0.05)
+        goes_on.set()
+        quiesced.result()
+        assert torch.equal(read.result(), expected)
+
+
+def test_quiesce_waits_for_a_load_that_has_opened_its_files(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, goes_on, real = threading.Event(), threading.Event(), api.open_session
+
+    def waiting(*words: Any) -> Session:
+        opened.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+        return real(*words)
+
+    monkeypatch.setattr(api, "open_session", waiting)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(gdsload.load_file, checkpoint)
+        assert opened.wait(PATIENCE_SECONDS)
+        with pytest.raises(GdsloadError, match="model is being read"):
+            gdsload.quiesce(0.01)
+        goes_on.set()
+        assert NAME in load.result()
+    gdsload.quiesce()

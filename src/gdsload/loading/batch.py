@@ -125,13 +125,15 @@ class Batch:
         self._idle_seconds = 0.0
         self._anew: list[Batch] = []  # they read what a prefetch had lost
         self._verified = session.verifier is None  # True: no byte differs from its checksum
-        if plan.transfers:
-            try:
+        try:
+            if plan.transfers:
                 with session.report.phase("prepare"):
                     self._post(self._take_memory())
-            except BaseException:
-                self.release()
-                raise
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            session.arranging = False
 
     def _make_tensors(self, slices: Sequence[TensorSlice]) -> None:
         """Makes the tensors that are read into, if they are made before the reads."""

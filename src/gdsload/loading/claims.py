@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -93,6 +94,7 @@ class Offer:
         self._lock = fork_safe_lock(self)
         self._known = Event()  # it was filled, or will never be
         self._unanswered: set[str] = set()  # checkpoints that may_hold_any_of got no answer for
+        self.filler = 0  # the thread that fills it
         self._progress_time = time.monotonic()
         self._batch: PrefetchBatch | None = None
         self._free: dict[Identity, list[OfferedRange]] = {}
@@ -155,10 +157,13 @@ class Offer:
         self._progress_time = time.monotonic() - idle_seconds
 
     def await_filled(self, stall_seconds: float) -> bool:
-        """Waits until the offer is filled; False if its prefetch makes no progress for so long.
+        """Waits until the offer is filled; False if its prefetch makes no progress for so long, or
+        if its thread asks, in a callback of the user.
 
         Raises LoadCancelled.
         """
+        if self.filler == threading.get_ident():
+            return self._known.is_set()
         while not self._known.is_set():
             check()
             if time.monotonic() - self._progress_time > stall_seconds:

@@ -167,6 +167,7 @@ class Prefetch(quiesce.Holder):
 
     def _run(self) -> None:
         device_init: DeviceInit | None = None
+        self._offer.filler = threading.get_ident()
         try:
             self.report.begin()
             device_init = self._open_device()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from gdsload.errors import GdsloadError
@@ -40,9 +42,10 @@ def quiesce(timeout: float = 30.0) -> None:
     """Releases every ring, AIO context, descriptor, pin and native thread of gdsload, and closes
     the cuFile driver.
 
-    Waits for reads in progress. Memory that was read stays, in tensors and in prefetches. An open
-    `safe_open` or `Checkpoint` opens its files again when it is next used, or with `resume`, and
-    raises FileChanged if they have changed. Start no load in other threads meanwhile.
+    Waits for loads and prefetches in progress. Memory that was read stays, in tensors and in
+    prefetches. An open `safe_open` or `Checkpoint` opens its files again when it is next used, or
+    with `resume`, and raises FileChanged if they have changed. Start no load in other threads
+    meanwhile.
 
     Args:
         timeout: seconds to wait for loads and prefetches.
@@ -56,13 +59,40 @@ def quiesce(timeout: float = 30.0) -> None:
         >>> gdsload.resume()
     """
     deadline = time.monotonic() + timeout
-    found = holders()
-    while reasons := [reason for holder in found if (reason := holder.busy())]:
+    while True:
+        with gate:
+            found = holders()
+            reasons = [reason for holder in found if (reason := holder.busy())]
+            if not reasons:
+                for holder in found:
+                    holder.quiesce()
+                return
         if time.monotonic() >= deadline:
             raise GdsloadError(f"cannot quiesce: {'; '.join(reasons)}")
         time.sleep(_POLL_SECONDS)
-    for holder in found:
-        holder.quiesce()
+
+
+@contextmanager
+def loading(source: str) -> Iterator[None]:
+    """A load, which `quiesce` waits for: from the opening of its files to its end."""
+    work = _Load(source)
+    with gate:
+        register(work)
+    try:
+        yield
+    finally:
+        unregister(work)
+
+
+class _Load(Holder):
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def busy(self) -> str:
+        return f"{self._source} is being read"
+
+    def quiesce(self) -> None:
+        return  # never called: it is busy
 
 
 def resume() -> None:
@@ -97,5 +127,7 @@ def unregister(holder: Holder) -> None:
 
 
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
+# Whoever begins to use what a holder holds becomes busy inside it: not while it is released.
+gate = lifecycle.fork_safe_lock(sys.modules[__name__], "gate")
 _holders: weakref.WeakKeyDictionary[Holder, int] = weakref.WeakKeyDictionary()
 lifecycle.in_child(_holders.clear)

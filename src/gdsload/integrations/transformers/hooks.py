@@ -65,6 +65,7 @@ from gdsload.integrations.transformers.stand_ins import (
 )
 from gdsload.remote.urls import is_url, shown_source
 from gdsload.report import LoadReport
+from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_eased
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -262,7 +263,8 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
             paths, this = [str(file) for file in files], object()
             try:  # a load that has begun ends as it began, also if its user leaves meanwhile
                 patcher.enter(this)
-                return load(original, model, paths, config, options, report)
+                with quiesce.loading(str(title)):
+                    return load(original, model, paths, config, options, report)
             finally:
                 try:
                     patcher.leave(this)
