@@ -304,8 +304,8 @@ def other_readers(folder: Path) -> Any:
 
 
 def other_windows(folder: Path) -> Any:
-    """The smallest one counts."""
-    window_bytes = WINDOW_BYTES >> dist.get_rank()
+    """The smallest one counts, and is one of many tensors all the same."""
+    window_bytes = 1 if dist.get_rank() == 3 else WINDOW_BYTES
     pairs = gdsload.stream(folder, group=dist.group.WORLD, window_bytes=window_bytes)
     return facts(dict(pairs), expected(folder))
 

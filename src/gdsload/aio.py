@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from contextvars import ContextVar, copy_context
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from gdsload.events import OnEvent
 
 _END = ("", None)
+_LOOK_SECONDS = 0.05  # between two looks whether a thread has ended
 
 
 def _in_executor(call: Callable[..., Any], *args: Any, **named: Any) -> asyncio.Future[Any]:
@@ -130,22 +132,32 @@ async def astream(
     step: asyncio.Future[Any] | None = None
     try:
         while True:
+            stop.over = False
             step = _in_executor(stop.run, next, tensors, _END)
             name, tensor = await asyncio.shield(step)
             if tensor is None:
                 return
             yield name, tensor
     finally:
-        # A generator cannot be closed while a thread runs it: wait for a cancelled step.
         if step is not None and not step.done():
             await _end(stop, step)
-        close: Callable[[], None] = tensors.close  # type: ignore[attr-defined]
+        stop.ask()
         try:
-            closing = _in_executor(close)
+            closing = _in_executor(_close, tensors)
         except GdsloadError:
-            close()
+            _close(tensors)
         else:
             await closing
+
+
+def _close(tensors: Any) -> None:
+    """Closes a generator, which it refuses while a thread runs it: an exception of a signal handler
+    may have come as the thread began."""
+    while True:
+        try:
+            return tensors.close()  # type: ignore[no-any-return]
+        except ValueError:
+            time.sleep(_LOOK_SECONDS)
 
 
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
@@ -224,4 +236,6 @@ async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:
     stop.ask()
     # Retrieved, so that asyncio does not log it: also if this wait is cancelled as well.
     load.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    await asyncio.wait([load])
+    # What tells the loop of the end is lost if a signal handler raises in it.
+    while not (load.done() or stop.over):
+        await asyncio.wait([load], timeout=_LOOK_SECONDS)

@@ -384,7 +384,8 @@ def stream(
         cache: As for `load_file`.
         page_cache: As for `load_file`.
         options: As for `load_file`.
-        window_bytes: Bytes that are read together. A larger tensor is a window of its own.
+        window_bytes: Bytes that are read together. A larger tensor is a window of its own; with
+            `group` it is divided, and a window has 64 KiB or more.
         group: As for `load_file`. The ranks read window by window together: a rank that takes no
             tensors for `stall_seconds` ends the load of all. The order is that of `names` if all
             ranks want the same tensors, else of the files or layers.

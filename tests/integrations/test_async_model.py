@@ -19,6 +19,7 @@ import transformers
 import gdsload
 import tinymodels
 from gated import gated
+from gdsload import aio
 from gdsload.integrations.transformers import hooks
 from gdsload.readahead.prefetch import prefetches
 from gdsload.system import cancellation
@@ -331,3 +332,28 @@ def test_load_that_a_callback_starts_waits_until_it_pauses(source: Path) -> None
     first, second = asyncio.run(main())
     assert tinymodels.differences(first, second) == []
     assert len(building) == len(set(building)) > 3
+
+
+def test_end_of_a_load_whose_callback_was_lost_is_noticed() -> None:
+    """As when a signal handler raises in the loop, which then forgets what a thread told it."""
+
+    async def ended() -> None:
+        stop = cancellation.CancelToken()
+        stop.run(int)
+        await aio._end(stop, asyncio.get_running_loop().create_future())
+
+    asyncio.run(asyncio.wait_for(ended(), 240))
+
+
+def test_stream_that_a_thread_still_runs_is_closed_later() -> None:
+    class Running:
+        closes = 0
+
+        def close(self) -> None:
+            self.closes += 1
+            if self.closes == 1:
+                raise ValueError("generator already executing")
+
+    running = Running()
+    aio._close(running)
+    assert running.closes == 2

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 NOT_COMPARED = "verify= and group= cannot be combined: shares of tensors have no checksums"
+# A window takes milliseconds, in which the ranks agree; windows of one byte would take hours.
+LEAST_WINDOW_BYTES = 64 << 10
 
 Opened = AbstractContextManager[tuple[Session, list[TensorInfo], Callable[[int], None]]]
 
@@ -78,7 +80,8 @@ def shared_tensors(
         sharing: The group, and what this rank wants.
         opened: Opens the checkpoint: the session, the wanted tensors, a function for progress.
         arrange: Puts the tensors in order if not all ranks want the same ones.
-        window_bytes: Bytes that the ranks of a node read at a time, together.
+        window_bytes: Bytes that the ranks of a node read at a time, together; at least
+            `LEAST_WINDOW_BYTES`.
         device: Where the tensors are needed.
         stall_seconds: Every wait for another rank ends after this time.
         held_bytes: Bytes of tensors that the caller holds at a time; None: all of them.
@@ -102,7 +105,7 @@ def shared_tensors(
         held = wanted_bytes[rank] if held_bytes is None else min(wanted_bytes[rank], held_bytes)
         require_room_of_ranks(readers, held if device == "cpu" else 0)
         readers.agree()  # what a rank reads from now on must not count as missing on another one
-        exchange = Exchange(readers, session, layouts, window_bytes)
+        exchange = Exchange(readers, session, layouts, max(window_bytes, LEAST_WINDOW_BYTES))
         try:
             for complete in exchange.windows():
                 advance(sum(layout.wanted_bytes(rank) for layout, _ in complete))

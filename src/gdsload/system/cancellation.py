@@ -27,6 +27,7 @@ class CancelToken:
 
     def __init__(self) -> None:
         self.asked = False
+        self.over = False  # the last call of `run` has ended
         self._lock = fork_safe_lock(self)
         self._ends: list[Callable[[], object]] = []
 
@@ -51,6 +52,7 @@ class CancelToken:
                 noticed.
         """
         token = _current.set(self)
+        self.over = False
         try:
             check()
             result = call(*args, **named)
@@ -58,6 +60,7 @@ class CancelToken:
             return result
         finally:
             _current.reset(token)
+            self.over = True
 
 
 _current: ContextVar[CancelToken | None] = ContextVar("gdsload.stop", default=None)
