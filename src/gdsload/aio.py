@@ -236,6 +236,7 @@ async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:
     stop.ask()
     # Retrieved, so that asyncio does not log it: also if this wait is cancelled as well.
     load.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    # What tells the loop of the end is lost if a signal handler raises in it.
-    while not (load.done() or stop.over):
+    was_over = False
+    while not (load.done() or was_over):
+        was_over = stop.over  # what tells the loop so is lost if a signal handler raises in it
         await asyncio.wait([load], timeout=_LOOK_SECONDS)
