@@ -160,12 +160,12 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
             if type(shape) is not list:
                 raise FormatError("its shape is not an array")
             total = 1
-            for extent in shape:
-                if type(extent) is not int or not 0 <= extent <= top_limit:
+            for dimension in shape:
+                if type(dimension) is not int or not 0 <= dimension <= top_limit:
                     raise FormatError(
-                        f"its shape holds {_json_text(extent)}, not an unsigned 64-bit integer"
+                        f"its shape holds {_json_text(dimension)}, not an unsigned 64-bit integer"
                     )
-                total *= extent
+                total *= dimension
                 if total > top_limit:
                     raise FormatError("the product of its shape overflows 64 bits")
             if not total:
@@ -246,8 +246,8 @@ def _require_possible(shape: list[int]) -> None:
     impossible size.
     """
     total = 1
-    for extent in shape:
-        total *= extent or 1
+    for dimension in shape:
+        total *= dimension or 1
         if total > _I64:
             raise FormatError("its shape has a zero and, without it, a product beyond 63 bits")
 
