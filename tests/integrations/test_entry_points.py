@@ -344,6 +344,7 @@ def test_adapter_in_the_hub_cache_is_one_for_an_auto_class(tmp_path: Path) -> No
 
 @pytest.mark.skipif(not NEW, reason="transformers 4.57 looks in the directory itself only")
 def test_adapter_in_a_folder_of_its_own_is_found_by_its_keywords(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")  # who looks for adapters
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text("{}")
     with pytest.raises((OSError, ValueError), match="config"):
@@ -505,6 +506,10 @@ def test_ranks_read_each_byte_once_together(
     two_ranks: tuple[list[Path], list[Any]], how: str
 ) -> None:
     """With tensor parallelism and without."""
+    from transformers import core_model_loading
+
+    if how == "parts" and not hasattr(core_model_loading, "DtensorShardOperation"):
+        pytest.skip(f"transformers {transformers.__version__} divides a tensor when it is read")
     models, found_by = two_ranks
     for number, model in enumerate(models):
         found = [told[number].get("shared", {}).get(how) for told in found_by]
