@@ -101,5 +101,5 @@ def __dir__() -> list[str]:
 
 
 for _module in " ".join(_NEEDED[name] for name in _NEEDED if name in sys.modules).split():
-    with suppress(ImportError):  # whoever uses it is told why
+    with suppress(ImportError):  # the first use of the module raises it again
         import_module(f"gdsload.{_module}")

@@ -86,8 +86,8 @@ def test_backend_of_the_guide_loads_a_model(
     safetensors.torch.save_file(tensors, path)
     got = gdsload.load_file(path, backend="plain", cache="buffered")
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
-    assert gdsload.last_report().backend == "plain"
     report = gdsload.last_report()
+    assert report.backend == "plain"
     assert report.paths == {"plain/buffered": report.read_bytes} and report.read_bytes > 12_000_000
     assert "plain" in registry.names()
 

@@ -242,7 +242,7 @@ def test_file_on_fuse_with_one_cold_page_is_not_mapped(mounted: Mounted, checked
 def test_file_on_fuse_whose_pages_are_still_being_read_is_not_mapped(
     mounted: Mounted, checked: Any
 ) -> None:
-    """`cachestat` counts them; whoever used them by a mapping would wait as long as the daemon."""
+    """`cachestat` counts them. Who maps the file and uses them waits as long as the daemon does."""
     path = mounted("fuse", no_direct=1, latency_us=2_000_000)
     with open(path, "rb") as file:
         fd = file.fileno()

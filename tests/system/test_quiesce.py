@@ -245,3 +245,17 @@ def test_quiesce_waits_for_a_load_that_has_opened_its_files(
         goes_on.set()
         assert NAME in load.result()
     gdsload.quiesce()
+
+
+def test_quiesce_waits_for_the_load_of_a_model(checkpoint: Path) -> None:
+    refused: list[str] = []
+
+    def ready(name: str, module: object) -> None:  # the last calls come when all is read
+        try:
+            gdsload.quiesce(0.01)
+        except GdsloadError as error:
+            refused.append(str(error))
+
+    gdsload.from_pretrained(checkpoint, on_module_ready=ready)
+    assert refused and all("is being read" in why for why in refused)
+    gdsload.quiesce()

@@ -125,15 +125,13 @@ class Batch:
         self._idle_seconds = 0.0
         self._anew: list[Batch] = []  # they read what a prefetch had lost
         self._verified = session.verifier is None  # True: no byte differs from its checksum
-        try:
-            if plan.transfers:
+        if plan.transfers:
+            try:
                 with session.report.phase("prepare"):
                     self._post(self._take_memory())
-        except BaseException:
-            self.release()
-            raise
-        finally:
-            session.arranging = False
+            except BaseException:
+                self.release()
+                raise
 
     def _make_tensors(self, slices: Sequence[TensorSlice]) -> None:
         """Makes the tensors that are read into, if they are made before the reads."""

@@ -164,7 +164,6 @@ class Session(quiesce.Holder):
         self._offers: list[Offer] = []  # that these claims are from
         # Batches whose reads may be in flight. A batch that is collected does not count any more.
         self.posted: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self.arranging = False  # reads that are planned, but not yet posted
         quiesce.register(self)
         if settings.backend != "auto" or settings.options:
             try:
@@ -245,8 +244,6 @@ class Session(quiesce.Holder):
             return self.plan(to_read, window_bytes=window_bytes, past_cache=past_cache)
 
         with self.report.phase("plan"):
-            with quiesce.gate:
-                self.arranging = True
             try:
                 views = self._views_of(ranges)
                 plan = plan_rest()
@@ -255,7 +252,6 @@ class Session(quiesce.Holder):
                     plan = plan_rest()
             except BaseException:
                 self.claims_of(each.name for each in ranges)  # no batch takes these claims
-                self.arranging = False
                 raise
         if self.checkpoint.shards[0].cached:  # then all are
             self.report.cached_bytes += sum(each.nbytes for each in ranges)
@@ -441,7 +437,7 @@ class Session(quiesce.Holder):
 
     def busy(self) -> str:
         """Why the session cannot quiesce now, or ""."""
-        return f"{self.checkpoint.source} is being read" if self.posted or self.arranging else ""
+        return f"{self.checkpoint.source} is being read" if self.posted else ""
 
     def quiesce(self) -> None:
         """Closes the backend and the files; the next batch opens them again."""

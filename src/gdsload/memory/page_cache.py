@@ -133,10 +133,11 @@ def wholly_resident(fd: int, offset: int, length: int) -> bool:
 
 
 def has_arrived(fd: int, offset: int, length: int) -> bool:
-    """Whether no page of a range is being read. `cachestat` counts such pages, which may never
-    arrive: whoever uses one by a mapping waits for it without end, or ends by SIGBUS.
+    """Whether no page of a range is still being read.
 
-    True if this process may only sample the file: a sample is of a page that has arrived.
+    `cachestat` counts such a page as resident, but it may never arrive. A process that maps the
+    file and uses the page waits without end, or is killed by SIGBUS. True if this process may only
+    sample the file: a sample is of a page that has arrived.
     """
     try:
         counted = system.cachestat(fd, offset, length)

@@ -33,6 +33,7 @@ from gdsload.remote.peer import PeerDirectory
 from gdsload.remote.replica_directory import LocalReplicaDirectory
 from gdsload.remote.urls import is_url, shown_source, split_file, without_secrets
 from gdsload.report import LoadReport
+from gdsload.system import quiesce
 from gdsload.system.threads import start_thread
 from gdsload.system.torch_thread import copying
 
@@ -92,6 +93,7 @@ class Receiving:
         try:
             report = LoadReport(shown_source(source))
             self._stack.enter_context(report.whole())
+            self._stack.enter_context(quiesce.loading(report.source))
             with report.phase("open"):
                 checkpoint = self._stack.enter_context(Checkpoint.open(source))
             self.infos = checkpoint.infos()

@@ -47,7 +47,7 @@ def fork_safe_lock(owner: object, attribute: str = "_lock") -> threading.RLock:
 def taken(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
     """Takes a lock if it is free, or gets free within `seconds`: whether this thread has it.
 
-    Also if Ctrl-C comes as `lock.acquire` returns, the lock is released.
+    The lock is released even if Ctrl-C comes while `lock.acquire` returns.
     """
     is_owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
     outside = not is_owned()

@@ -60,7 +60,7 @@ def quiesce(timeout: float = 30.0) -> None:
     """
     deadline = time.monotonic() + timeout
     while True:
-        with gate:
+        with _gate:
             found = holders()
             reasons = [reason for holder in found if (reason := holder.busy())]
             if not reasons:
@@ -76,7 +76,7 @@ def quiesce(timeout: float = 30.0) -> None:
 def loading(source: str) -> Iterator[None]:
     """A load, which `quiesce` waits for: from the opening of its files to its end."""
     work = _Load(source)
-    with gate:
+    with _gate:
         register(work)
     try:
         yield
@@ -127,7 +127,7 @@ def unregister(holder: Holder) -> None:
 
 
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
-# Whoever begins to use what a holder holds becomes busy inside it: not while it is released.
-gate = lifecycle.fork_safe_lock(sys.modules[__name__], "gate")
+# A load begins inside it, and all holders are quiesced inside it.
+_gate = lifecycle.fork_safe_lock(sys.modules[__name__], "_gate")
 _holders: weakref.WeakKeyDictionary[Holder, int] = weakref.WeakKeyDictionary()
 lifecycle.in_child(_holders.clear)

@@ -42,8 +42,11 @@ class _Alive:
 
 
 class Event:
-    """As `threading.Event`, of which each waiter holds the lock for a moment. If Ctrl-C comes then,
-    the lock stays taken, and the thread that sets the event hangs: here it needs no lock."""
+    """As `threading.Event`, but setting it cannot hang.
+
+    A waiter of `threading.Event` has its lock for a moment. If Ctrl-C comes in that moment, the
+    lock stays taken, and the thread that sets the event waits for it without end.
+    """
 
     def __init__(self) -> None:
         self._is_set = False

@@ -65,7 +65,6 @@ from gdsload.integrations.transformers.stand_ins import (
 )
 from gdsload.remote.urls import is_url, shown_source
 from gdsload.report import LoadReport
-from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_eased
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -263,8 +262,7 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
             paths, this = [str(file) for file in files], object()
             try:  # a load that has begun ends as it began, also if its user leaves meanwhile
                 patcher.enter(this)
-                with quiesce.loading(str(title)):
-                    return load(original, model, paths, config, options, report)
+                return load(original, model, paths, config, options, report)
             finally:
                 try:
                     patcher.leave(this)

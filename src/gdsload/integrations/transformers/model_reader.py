@@ -43,7 +43,7 @@ from gdsload.loading.session import Session, verifier_of
 from gdsload.loading.settings import ReadSettings
 from gdsload.planning.tensor_slices import TensorSlice, part_ranges, whole
 from gdsload.report import LoadReport
-from gdsload.system import cancellation, gpu
+from gdsload.system import cancellation, gpu, quiesce
 from gdsload.system.device_name import plain_name
 from gdsload.system.gc_control import collector_paused
 
@@ -113,6 +113,7 @@ class ModelReader:
         with ExitStack() as stack:
             with report.phase("open"):
                 seconds = options.reading.stall_seconds
+                stack.enter_context(quiesce.loading(report.source))
                 self.checkpoint = stack.enter_context(_checkpoint_of(files, seconds))
             self.verifier = verifier_of(self.checkpoint, options.reading.verify, report)
             self.session = stack.enter_context(self._session("cpu"))
