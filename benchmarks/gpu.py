@@ -145,17 +145,21 @@ def _loads(result: Result) -> Iterator[str]:
 
 def _steps(steps: list[Result]) -> Iterator[str]:
     """The steps of a load by themselves: copies by their size, pinning, the page cache."""
-    of_copies = re.compile(r"(\d+) KiB, 1 streams, GB/s")
-    copies = [
-        [row["name"].partition(": ")[2], {of_copies.fullmatch(key): row[key] for key in row}]
+    of_copies = re.compile(r"(\d+) KiB(?:, (\d+) together)?, 1 streams, GB/s")
+    copies = {
+        row["name"].partition(": ")[2]: {
+            f"{int(found[1]) // 1024} MiB" + (f", {found[2]} by one call" if found[2] else ""): rate
+            for key, rate in row.items()
+            if (found := of_copies.fullmatch(key))
+        }
         for row in steps
         if row["name"].startswith("host to device")
-    ]
-    sizes = [found[1] for found in copies[0][1] if found] if copies else []
+    }
+    head = list(next(iter(copies.values()), {}))
     rows = [
-        [name, *(f"{rate:.1f}" for found, rate in rates.items() if found)] for name, rates in copies
+        [name, *(f"{rates[size]:.1f}" if size in rates else "" for size in head)]
+        for name, rates in copies.items()
     ]
-    head = [f"{int(size) // 1024} MiB" for size in sizes]
     yield tables.markdown(["one stream from host memory, GB/s, by bytes of a copy", *head], rows)
     pins = [
         [

@@ -133,11 +133,11 @@ class Doubles:
 
     @property
     def cuda_log(self) -> dict[str, int]:
-        values = (ctypes.c_int64 * 10)()
+        values = (ctypes.c_int64 * 11)()
         self.cuda.cuda_double_log(values)
         names = (
             "ranges", "pins", "streams", "events", "retained", "copies", "copied", "used",
-            "allocations", "frees",
+            "allocations", "frees", "batches",
         )  # fmt: skip
         return dict(zip(names, values, strict=True))
 

@@ -49,6 +49,7 @@ def checked(directory: Path, *loads: list[dict[str, Any]]) -> Path:
             "verdict": "ok",
             "1024 KiB, 1 streams, GB/s": 40.0,
             "2048 KiB, 1 streams, GB/s": 50.0,
+            "2048 KiB, 4 together, 1 streams, GB/s": 54.0,
         },
         {
             "section": "model",

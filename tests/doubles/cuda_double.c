@@ -50,7 +50,7 @@ static size_t used, kept, residue, capacity = (size_t)1 << 40;
 static int patience, held, sticky, weightless;
 static stream_t *all[ROOM];        /* streams that were created: never freed, but used again */
 static int all_count, working;     /* whether work of others goes on */
-static int64_t copies, copied, allocations, frees;
+static int64_t copies, copied, allocations, frees, batches;
 static __thread context_t *stack[1024];  /* libcufile pushes one for each entry of a batch */
 static __thread int depth, capture_mode;
 static int capturing, over, reports;
@@ -218,7 +218,7 @@ EXPORT void cuda_double_log(int64_t *out)
 {
     pthread_mutex_lock(&lock);
     int64_t values[] = { ranges, pins, streams, events, retained, copies, copied, (int64_t)used,
-                         allocations, frees };
+                         allocations, frees, batches };
     memcpy(out, values, sizeof values);
     pthread_mutex_unlock(&lock);
 }
@@ -521,6 +521,28 @@ EXPORT int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *stream)
     if (patience == 0 && !held) run_until(queue, queue->asked_for, 0);
     return leave(0);
 }
+#ifndef OLD_DRIVER
+typedef struct { int source_order, source[2], target[2]; unsigned flags; } attributes_t;
+/* The copies of a batch have no order: here the last one is made first. */
+EXPORT int cuMemcpyBatchAsync(uint64_t *to, uint64_t *from, size_t *bytes, size_t count,
+                              attributes_t *attributes, size_t *first, size_t attribute_count,
+                              size_t *failed, void *stream)
+{
+    if (!weightless) {
+        ENTER(1);
+        if (!stream) broken("a batch of copies on the default stream");
+        if (count == 0) broken("a batch without copies");
+        batches++;
+        leave(0);
+    }
+    if (attribute_count != 1 || first[0] != 0 || attributes->source_order != 1) return INVALID;
+    for (size_t i = count; i-- > 0;) {
+        int code = cuMemcpyAsync(to[i], from[i], bytes[i], stream);
+        if (code) { *failed = i; return code; }
+    }
+    return 0;
+}
+#endif
 EXPORT int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream)
 {
     (void)stream;

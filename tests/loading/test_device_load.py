@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from gdsload.loading import device_batch, io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
-from gdsload.system import device_name, gpu
+from gdsload.system import device_name, gpu, shared_libraries
 from gpuauto import keep
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
 from storage import kept_warm
@@ -45,6 +46,16 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
         yield doubles
 
 
+def assert_exact(got: dict[str, torch.Tensor], source: Path) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    for shard in source.glob("*.safetensors"):
+        expected |= safetensors.torch.load_file(shard)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape
+        assert torch.equal(raw(got[name]), raw(tensor)), name
+
+
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_load_file_to_device_returns_exact_bytes(
     backend: str,
@@ -56,14 +67,8 @@ def test_load_file_to_device_returns_exact_bytes(
     before = doubles.cuda_log["used"]
     for source in (tiny_checkpoint, tiny_moe_checkpoint):
         got = gdsload.load_file(source, "cuda:0", backend=backend, options=options)
-        expected: dict[str, torch.Tensor] = {}
-        for shard in sorted(source.glob("*.safetensors")):
-            expected |= safetensors.torch.load_file(shard)
-        assert got.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape
-            assert torch.equal(raw(got[name]), raw(tensor)), name
-            assert got[name].data_ptr() % 256 == 0
+        assert_exact(got, source)
+        assert all(tensor.data_ptr() % 256 == 0 for tensor in got.values())
         report = gdsload.last_report()
         assert report.backend == backend
         assert all(path.startswith(backend) for path, size in report.paths.items() if size)
@@ -79,12 +84,7 @@ def test_file_whose_direct_reads_are_larger_than_a_slot_is_read_through_the_page
     """Such as on ZFS with records of 16 MiB."""
     monkeypatch.setattr(io_mode.system, "direct_alignment", lambda fd: (1 << 24, 1 << 24))
     got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix")
-    expected = {
-        k: v
-        for f in tiny_checkpoint.glob("*.safetensors")
-        for k, v in safetensors.torch.load_file(f).items()
-    }
-    assert all(torch.equal(raw(got[name]), raw(tensor)) for name, tensor in expected.items())
+    assert_exact(got, tiny_checkpoint)
     refused = [why for what, why in gdsload.last_report().refusals.items() if "direct" in what]
     assert len(refused) == 2 and all("at most 2,097,152" in why for why in refused)
     with pytest.raises(ReadError, match="a direct read has 16,777,216 bytes"):
@@ -137,6 +137,50 @@ def test_failed_copy_raises_read_error(doubles: Doubles, tiny_checkpoint: Path) 
     doubles.fault("cuMemcpyAsync", CODE, 719, times=-1)
     with pytest.raises(ReadError, match="CUDA error 719"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=BACKENDS[0][1])
+
+
+SMALL_READS = {"request_bytes": 64 << 10, "ring_bytes": 4 << 20}
+
+
+def test_copies_of_several_slots_are_started_by_one_call(
+    doubles: Doubles, tiny_checkpoint: Path
+) -> None:
+    before = doubles.cuda_log
+    got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=SMALL_READS)
+    assert_exact(got, tiny_checkpoint)
+    made = {kind: doubles.cuda_log[kind] - before[kind] for kind in ("copies", "batches")}
+    assert 0 < made["batches"] < made["copies"] // 2
+
+
+def test_driver_that_refuses_copies_by_one_call_gets_one_call_for_each(
+    doubles: Doubles, tiny_checkpoint: Path
+) -> None:
+    doubles.fault("cuMemcpyBatchAsync", CODE, 801, times=-1)
+    got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=SMALL_READS)
+    assert_exact(got, tiny_checkpoint)
+    assert doubles.struck == 1  # it is not asked again
+
+
+def test_older_driver_gets_one_call_for_each_copy(
+    doubles: Doubles,
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    older = str(gpudoubles.built("cuda_double", "OLD_DRIVER"))
+    monkeypatch.setattr(shared_libraries, "candidates", lambda soname: [older])
+    got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=SMALL_READS)
+    assert_exact(got, tiny_checkpoint)
+    assert not hasattr(ctypes.CDLL(older), "cuMemcpyBatchAsync")
+
+
+def test_only_the_read_whose_copy_is_refused_is_repeated(
+    doubles: Doubles, tiny_checkpoint: Path
+) -> None:
+    """Copies that one call refuses are started one by one: that tells which it is."""
+    doubles.fault("cuMemcpyAsync", CODE, 1, skip=3, times=2)  # once by each way
+    got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=SMALL_READS)
+    assert_exact(got, tiny_checkpoint)
+    assert (doubles.struck, gdsload.last_report().retries) == (2, 1)
 
 
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)
@@ -249,10 +293,7 @@ def test_allocator_that_was_told_not_to_split_is_not_asked_for_one_block() -> No
 def test_first_tensors_are_posted_before_the_others_are_planned(
     imported: bool, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected: dict[str, torch.Tensor] = {}
-    for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
-        expected |= safetensors.torch.load_file(shard)
-    names = sorted(expected, reverse=True)
+    names = sorted(gdsload.plan(tiny_checkpoint).locations, reverse=True)
     events: list[str] = []
     plan, post = Session.plan, Batch._post
 
@@ -274,7 +315,7 @@ def test_first_tensors_are_posted_before_the_others_are_planned(
     assert len(events) > 4
     assert events == ["plan", "post"] * (len(events) // 2)
     assert list(got) == names
-    assert all(torch.equal(raw(got[name]), raw(expected[name])) for name in names)
+    assert_exact(got, tiny_checkpoint)
 
 
 def test_device_too_full_for_all_tensors_reads_none(

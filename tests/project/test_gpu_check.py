@@ -539,6 +539,8 @@ def test_gpu_check_copy_rate_is_compared_with_other_sizes_on_one_stream(
     row |= {"4096 KiB, 1 streams, GB/s": rate}
     row |= {"8192 KiB, 1 streams, GB/s": 10.0, "8192 KiB, 2 streams, GB/s": 12.0}
     assert script.one_copy_thread([row]) == (verdict, f"{rate} of 10.0 GB/s")
+    by_one_call = {"together": 4, "4096 KiB, 4 together, 1 streams, GB/s": 9.9}
+    assert script.one_copy_thread([row | by_one_call]) == ("met", "9.9 of 10.0 GB/s")
 
 
 def test_gpu_check_copy_rate_is_the_best_of_three_runs(

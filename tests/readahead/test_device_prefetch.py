@@ -742,7 +742,7 @@ import atexit, ctypes, sys
 from gdsload._native.cuda import Block, Cuda, Device
 double = ctypes.CDLL(sys.argv[1])
 def frees():
-    values = (ctypes.c_int64 * 10)()
+    values = (ctypes.c_int64 * 11)()
     double.cuda_double_log(values)
     return values[9]
 made = [Block(Device(Cuda(sys.argv[1]), 0), 4096) for _ in range(2)]

@@ -13,6 +13,16 @@ cdef enum:
     CU_MEMHOSTALLOC_PORTABLE = 1
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
     CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
+    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
+
+# How a batch of copies reads its sources, and where memory without a place of its own is: hints.
+cdef struct CopyAttributes:
+    int source_order
+    int source_kind
+    int source_number
+    int target_kind
+    int target_number
+    unsigned int flags
 
 cdef struct CudaApi:
     int (*init)(unsigned int flags) noexcept nogil
@@ -49,6 +59,11 @@ cdef struct CudaApi:
     int (*error_text)(int error, const char **text) noexcept nogil
     # NULL before CUDA 10.
     int (*stream_capturing)(void *stream, int *status) noexcept nogil
+    # NULL before CUDA 12.8. `first` says from which copy on each of the attributes holds.
+    int (*copy_batch)(
+        uint64_t *to, uint64_t *sources, size_t *nbytes, size_t count, CopyAttributes *attributes,
+        size_t *first, size_t attribute_count, size_t *failed, void *stream
+    ) noexcept nogil
 
 cdef inline int relax(CudaApi *cuda) noexcept nogil:
     """Keeps this thread's CUDA calls from invalidating a graph that another thread captures, which

@@ -37,7 +37,7 @@ _SYMBOLS = (
     "cuGetErrorName", "cuGetErrorString",
 )
 # Missing in older drivers.
-_OPTIONAL = ("cuStreamIsCapturing",)
+_OPTIONAL = ("cuStreamIsCapturing", "cuMemcpyBatchAsync")
 
 
 class CudaFailure(RuntimeError):

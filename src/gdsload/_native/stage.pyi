@@ -5,6 +5,7 @@ from gdsload._native.cuda import Device
 from gdsload._native.cufile import Files
 
 REFUSED_COPY: int
+SLOTS_TOGETHER: int
 
 @final
 class Ring:

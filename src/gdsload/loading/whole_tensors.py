@@ -55,16 +55,17 @@ def load(
         for group in groups:
             posted.append((group, post(session, group, past_cache=past_cache)))
         _import_torch(session, device)
+        tensors: dict[str, torch.Tensor] = {}
         for group, batch in posted:
             batch.wait(advance, parts=group)
-        with session.report.phase("hand over"):
-            session.checkpoint.verify_unchanged({info.shard for info in infos})
-            if len(posted) == 1 and posted[0][0] is infos:
-                return posted[0][1].tensors_of(infos)
-            tensors: dict[str, torch.Tensor] = {}
-            for group, batch in posted:
+            with session.report.phase("hand over"):  # while those that follow are read
+                last = batch is posted[-1][1]
+                session.checkpoint.verify_unchanged({i.shard for i in (infos if last else group)})
                 tensors |= batch.tensors_of(group)
-            return {info.name: tensors[info.name] for info in infos}
+                batch.release()
+        if len(posted) == 1 and posted[0][0] is infos:
+            return tensors
+        return {info.name: tensors[info.name] for info in infos}
     finally:
         release_all(batch for _, batch in posted)
 
