@@ -93,8 +93,20 @@ def memory_of(plan: ReadPlan, kind: str) -> list[Memory]:
     return [Memory(VRAM, 0, target.length, device="cuda:0", shares=shares)]
 
 
+def copies_of(cuda: ctypes.CDLL) -> int:
+    """The copies that the double was asked for."""
+    log = (ctypes.c_int64 * 11)()
+    cuda.cuda_double_log(log)
+    return log[5]
+
+
 def run(
-    instant: ctypes.CDLL, staging: StagingPipeline, pump: Pump, plan: ReadPlan, kind: str
+    instant: ctypes.CDLL,
+    cuda: ctypes.CDLL,
+    staging: StagingPipeline,
+    pump: Pump,
+    plan: ReadPlan,
+    kind: str,
 ) -> dict[str, float]:
     """One load: CPU time to make its request, and from posting to the end of the last read.
 
@@ -104,7 +116,7 @@ def run(
     if not alone:
         memory = [Registration(entry, -1) for entry in memory_of(plan, kind)]
         files = [Registration(OpenFile("/dev/null", 0, LOAD_BYTES), (0, 1))]
-    copies = staging.stage.copies
+    copies = copies_of(cuda)
     instant.instant_sleeps()
     began = time.process_time()
     request: Any = (
@@ -134,7 +146,7 @@ def run(
         "prepare_seconds": posted - began,
         "cpu_seconds": cpu,
         "seconds": seconds,
-        "copies": staging.stage.copies - copies,
+        "copies": copies_of(cuda) - copies,
     }
 
 
@@ -179,7 +191,7 @@ def measured(repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                     continue
                 instant.instant_rate(ctypes.c_int64(entry["rate"]))
                 plan = plans[entry["tensors"]]
-                entry["runs"].append(run(instant, staging, pump, plan, entry["memory"]))
+                entry["runs"].append(run(instant, cuda, staging, pump, plan, entry["memory"]))
             if number < PACED_REPEATS:
                 loop["cpu_seconds"].append(bare(instant, loop["requests"]))
         pump.close(1.0)

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import gpudoubles
 from command import run
 from gdsload.cli import measuring
 from gdsload.errors import GdsloadError
@@ -842,6 +843,23 @@ def test_pool_result_has_states_after_turns() -> None:
     kept = pool.summary(loads, models=3)
     assert (kept["turns"], kept["from_storage_s"], kept["from_pool_s"]) == (2, 1.0, 2.0)
     assert pool.growth(kept) == dict.fromkeys(pool.GROWN, 6)
+
+
+def test_pipeline_counts_the_copies_of_each_kind_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpudoubles.forget(monkeypatch)
+    monkeypatch.setattr(pipeline, "LOAD_BYTES", 64 << 20)
+    monkeypatch.setattr(pipeline, "TENSORS", (10, 1000))
+    monkeypatch.setattr(pipeline, "PACED", (10, 1000))
+    found, loop = pipeline.measured(1)
+    requests = {entry["tensors"]: entry["requests"] for entry in found}
+    assert requests == {10: 16, 1000: 16} and loop["requests"] == 16
+    made = {(entry["memory"], entry["tensors"], entry["copies"]) for entry in found}
+    assert {each for each in made if each[0] != "in pieces"} == {
+        (kind, tensors, copies)
+        for kind, copies in (("pump alone", 0), ("side by side", 16))
+        for tensors in (10, 1000)
+    }
+    assert all(copies >= tensors for kind, tensors, copies in made if kind == "in pieces")
 
 
 def test_pipeline_result_has_medians() -> None:
