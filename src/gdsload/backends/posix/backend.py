@@ -45,8 +45,8 @@ DEPTH = 16
 # slots while the others are read to.
 RING_READS = 2
 # Of reads into a device, and so the size of a slot. The first load of a process waits until the
-# ring is pinned. With slots of 4 MiB, which the bus moves 4 % faster, warm loads of 15 GB take 4 %
-# less time, and those of 1.5 GB 10 % more (benchmarks/results/gpu-h200.json).
+# ring is pinned. With slots of 4 MiB warm loads of 15 GB take 3 % less time, and those of 1.5 GB
+# 9 % more (benchmarks/results/gpu-h200.json).
 SLOT_BYTES = 2 << 20
 RING_BYTES = RING_READS * DEPTH * SLOT_BYTES
 # Distant storage has more reads in flight: its ring grows up to this size.
