@@ -63,7 +63,7 @@ def split(reports: Iterable[dict[str, Any]]) -> dict[str, float]:
         rest = report["seconds"] - sum(phases.values())
         for name, parts in SPLIT.items():
             took = sum(phases.get(part, 0.0) for part in parts)
-            # Time outside the phases ends the request, the backend and its descriptors.
+            # Time outside the phases ends the backend and its descriptors.
             took += rest if name == "clean-up" else 0.0
             found[name].append(took / report["tensors"] * 1e3)
     return {name: statistics.median(values) for name, values in found.items()}

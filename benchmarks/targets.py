@@ -206,8 +206,9 @@ def pinned_rate(share: float) -> Callable[[Result], Found]:
 SMALL, LARGE = "qwen3-0.6b", "qwen2.5-7b"
 # After the colon, the state of memory.
 COLD = tuple(
-    f"cold-{table}:{state}"
-    for table in (f"{SMALL}-states", f"{LARGE}-states", f"{SMALL}-states-intel")
+    f"cold-{model}-states{host}:{state}"
+    for host in ("", "-intel")
+    for model in (SMALL, LARGE)
     for state in ("huge", "small", "idle")
 )
 TARGETS = (

@@ -989,12 +989,14 @@ def copies(gpu: Gpu, kind: str, ring: int, total: int, sizes: Iterable[int]) -> 
                 row[f"{size >> 10} KiB, {count} streams, us to queue"] = (
                     queued / (total // size) * 1e6
                 )
-        if kind != "pageable" and gpu.is_real:
-            calls = total // (SLOT_BYTES * SLOTS_TOGETHER)
-            if together := copying_together(gpu, target, source, SLOT_BYTES, SLOTS_TOGETHER):
-                seconds, _ = best_run(gpu, together, calls)
-                label = f"{SLOT_BYTES >> 10} KiB, {SLOTS_TOGETHER} together"
-                row[f"{label}, 1 streams, GB/s"] = total / seconds / 1e9
+        calls = total // (SLOT_BYTES * SLOTS_TOGETHER)
+        together = None
+        if kind != "pageable" and gpu.is_real and calls:
+            together = copying_together(gpu, target, source, SLOT_BYTES, SLOTS_TOGETHER)
+        if together is not None:
+            seconds, _ = best_run(gpu, together, calls)
+            label = f"{SLOT_BYTES >> 10} KiB, {SLOTS_TOGETHER} together"
+            row[f"{label}, 1 streams, GB/s"] = total / seconds / 1e9
         del source
     return row
 

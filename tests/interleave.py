@@ -7,8 +7,9 @@
 
     seed ─► program: requests, posts, waits, cancels, closes ─► scheduler ─► checks after each run
 
-`host` reads into DRAM by several pumps, `device` through one ring of slots that several pumps
-share, to a double of CUDA, and `loads` are batches of the posix backend that claim from a prefetch.
+`host` reads into DRAM by several pumps; `device` through one ring of slots that several pumps share,
+to a double of CUDA; `wide` is the same with so many slots that some wait to be copied together; and
+`loads` are batches of the posix backend that claim from a prefetch.
 Checked: each read that succeeded has its bytes and each that failed an error of the engine, and
 both stay as they are; nothing writes to memory whose request has ended; no slot is lent twice;
 every wait ends in a short (virtual) time; threads, engines and slots come back.
@@ -121,10 +122,10 @@ def require(holds: bool, text: str) -> None:
 class Target:
     """Memory that a request reads to, its native reads, and a look at what arrived."""
 
-    def __init__(self, random: random.Random) -> None:
+    def __init__(self, random: random.Random, most_reads: int) -> None:
         self.file = random.randrange(len(FILES))
         blocks = len(DATA) // BLOCK
-        self.first = [random.randrange(blocks) for _ in range(random.randint(1, 12))]
+        self.first = [random.randrange(blocks) for _ in range(random.randint(1, most_reads))]
         # Reads of whole blocks, and some that end in the middle of one.
         self.wanted = [BLOCK - random.choice((0, 0, 0, 1, 1000)) for _ in self.first]
         self.direct = random.random() < 0.6
@@ -155,7 +156,7 @@ class Job:
     """A request, the target it reads to, and what was done to it."""
 
     def __init__(self, run: Run, pump: int, random: random.Random) -> None:
-        self.run, self.pump, self.target = run, pump, Target(random)
+        self.run, self.pump, self.target = run, pump, Target(random, run.most_reads)
         self.cancelled = False  # since it was posted
         self.cancelling = 0  # threads that are about to cancel it
         self.request: Request | None = None
@@ -217,6 +218,7 @@ class Run:
     memory_is_guarded = True
     slots_may_be_lost = False
     files_are_real = False
+    most_reads = 12
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -432,19 +434,23 @@ class DeviceRun(Run):
     job_of = DeviceJob
     memory_is_guarded = False
     slots_may_be_lost = True
+    patience = (0, 1, 3, 10)
+    most_slots, most_pumps, most_depth = 5, 3, 5
 
     def open_pumps(self) -> list[Pump]:
         self.device, self.cuda = device()
-        self.cuda.cuda_double_set(1, 1 << 36, self.random.choice((0, 1, 3, 10)))
-        slots = self.random.randint(2, 5)
+        self.cuda.cuda_double_set(1, 1 << 36, self.random.choice(self.patience))
+        slots = self.random.randint(2, self.most_slots)
         self.memory = Region.anonymous(slots * BLOCK)
         self.device.pin(self.memory.address, slots * BLOCK)
         self.ring = Ring(self.memory.address, BLOCK, slots)
-        count = self.random.randint(1, 3)
+        count = self.random.randint(1, self.most_pumps)
         self.stages = [
             Stage(self.ring, self.device, engine(), self.random.randrange(2)) for _ in range(count)
         ]
-        return [Pump(stage.capsule(), self.random.randint(1, 5)) for stage in self.stages]
+        return [
+            Pump(stage.capsule(), self.random.randint(1, self.most_depth)) for stage in self.stages
+        ]
 
     def after_clients(self) -> None:
         super().after_clients()
@@ -460,6 +466,13 @@ class DeviceRun(Run):
         self.device.unpin(self.memory.address)
         said = self.cuda.double_said().decode()
         require(not said, said)
+
+
+class WideRun(DeviceRun):
+    """One with so many slots, and a device so slow, that slots wait to be copied together."""
+
+    patience = (3, 10, 40)
+    most_slots, most_pumps, most_depth, most_reads = 14, 2, 12, 30
 
 
 @functools.cache
@@ -658,7 +671,12 @@ class LoadsRun(Run):
         require(not left, f"{len(left)} offers are left")
 
 
-RUNS: dict[str, type[Run]] = {"host": Run, "device": DeviceRun, "loads": LoadsRun}
+RUNS: dict[str, type[Run]] = {
+    "host": Run,
+    "device": DeviceRun,
+    "wide": WideRun,
+    "loads": LoadsRun,
+}
 
 
 def main(words: list[str]) -> int:

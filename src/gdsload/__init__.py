@@ -82,6 +82,13 @@ _NEEDED = {
     "torch": "api backends.posix.backend _native.threads loading.device_batch safetensors_file",
     "transformers": "integrations.transformers.model",
 }
+# The same for a load to a GPU, on a machine where one of these is NVIDIA's driver: 13 ms more.
+_GPU_DRIVERS = "/dev/nvidiactl", "/dev/dxg"
+if any(map(os.path.exists, _GPU_DRIVERS)):
+    _NEEDED["torch"] += (
+        " loading.device_init backends.auto.backend backends.posix.device backends.cufile.gds"
+        " backends.cufile.gds_mt"
+    )
 __all__ = sorted([*_MODULE_OF, *_SUBMODULES])
 
 

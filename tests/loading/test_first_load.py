@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +30,16 @@ UNUSED = (
 )  # fmt: skip
 
 
-def run(code: str, *words: str) -> list[str]:
-    """The lines that a fresh interpreter prints."""
+def run(code: str, *words: str, tests: bool = False) -> list[str]:
+    """The lines that a fresh interpreter prints; `tests`: it finds the modules of the tests."""
+    path = str(Path(__file__).parents[1]) if tests else ""
+    environment = {**os.environ, "PYTHONPATH": path} if tests else None
     ran = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()
@@ -71,6 +78,35 @@ with gdsload.safe_open(sys.argv[1], "pt") as file:
 print(*sorted(name for name in set(sys.modules) - before if name.startswith("gdsload")))
 """
     assert run(code, str(path)) == [""]
+
+
+@pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/dxg", ""])
+def test_after_torch_and_beside_a_driver_the_import_brings_what_a_load_to_a_gpu_needs(
+    driver: str, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+import pytest
+import torch
+exists = os.path.exists
+os.path.exists = lambda path: path == sys.argv[1] if str(path).startswith("/dev/") else exists(path)
+import gdsload
+import gpudoubles
+from devicetensors import device_tensor
+from gdsload.loading import device_batch
+from gdsload.system import device_name
+patch = pytest.MonkeyPatch()
+patch.setattr(device_batch, "empty", device_tensor)
+patch.setattr(device_name, "require_target", str)
+before = set(sys.modules)
+with gpudoubles.installed(patch, Path(sys.argv[2])):
+    gdsload.load_file(sys.argv[3], "cuda:0")
+new = sorted(name for name in set(sys.modules) - before if name.startswith("gdsload"))
+print(len(new) if sys.argv[1] == "" else new)
+"""
+    (imported,) = run(code, driver, str(tmp_path / "root"), str(tiny_checkpoint), tests=True)
+    assert imported == "[]" if driver else int(imported) > 5, imported
 
 
 def test_after_torch_the_import_survives_a_module_that_fails() -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests/interleave.py"
 SOURCE = ROOT / "src/gdsload"
 LIMIT_SECONDS = 300  # a run takes milliseconds; a machine may be busy
-RUNS = {"host": 1000, "device": 850, "loads": 150}
+RUNS = {"host": 1000, "device": 850, "wide": 250, "loads": 150}
 MUTANT_RUNS = 600
 
 
@@ -136,8 +136,23 @@ MUTANTS = (
     ),
     Mutant(
         "a slot is lent again while it is copied", "device", "_native/stage.pyx",
-        "code = self.stage.cuda.event_query(slot.event)\n",
-        "code = self.stage.cuda.event_query(slot.event)\n        if MUTANT: code = CUDA_SUCCESS\n",
+        "code = self.stage.cuda.event_query(first.event)\n",
+        "code = self.stage.cuda.event_query(first.event)\n        if MUTANT: code = CUDA_SUCCESS\n",
+    ),
+    Mutant(
+        "a slot that waits to be copied is used again", "wide", "_native/stage.pyx",
+        "        if slot.state != IDLE:\n",
+        "        if slot.state != IDLE and not (MUTANT and slot.state == FILLED):\n",
+    ),
+    Mutant(
+        "the copies of a slot are not waited for", "wide", "_native/stage.pyx",
+        "first.recorded = stage.cuda.event_record(first.event, stage.stream)",
+        "first.recorded = CUDA_SUCCESS\n"
+        "    if not MUTANT: first.recorded = stage.cuda.event_record(first.event, stage.stream)",
+    ),
+    Mutant(
+        "a slot is copied after its memory was given back", "device", "_native/stage.pyx",
+        "slot.counted = not slot.map.ended", "slot.counted = MUTANT or not slot.map.ended",
     ),
     Mutant(
         "a stage is closed with reads in flight", "device", "_native/stage.pyx",

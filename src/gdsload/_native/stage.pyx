@@ -67,7 +67,7 @@ cdef enum:
     CUDA_REFUSED = 65536
     ASYNC_BYTES = 262144   # 20 us of copying: a smaller read is copied faster than handed over
     # Slots whose copies are started together, and slots in flight that are enough for the device.
-    TOGETHER = 4
+    TOGETHER = 4           # 1: with a driver that starts no copies together
     MOST_COPIES = 64       # of one call of the driver
 
 REFUSED_COPY = CUDA_REFUSED
@@ -543,7 +543,7 @@ cdef struct Runner:
     int first_copying
     int copying_count
     int started            # of these, the first ones, whose copies are in flight
-    int one_by_one         # the driver takes no batch of copies
+    int together           # TOGETHER, or 1
     Results ready
     int reading            # reads that the engine has
     int given_up           # of these, the ones that have ended for the pump
@@ -584,8 +584,8 @@ cdef Slot *copied_slot(Runner *self, int place) noexcept nogil:
 cdef void begin_copies(Runner *self) noexcept nogil:
     """Starts the copies of filled slots, but for a few that can wait: the device is busy."""
     cdef int waiting = self.copying_count - self.started
-    while waiting > 0 and (waiting >= TOGETHER or self.started < TOGETHER):
-        copy_slots(self, min(waiting, <int>TOGETHER))
+    while waiting > 0 and (waiting >= self.together or self.started < self.together):
+        copy_slots(self, min(waiting, self.together))
         waiting = self.copying_count - self.started
 
 
@@ -643,7 +643,7 @@ cdef void start_copies(Runner *self, Copies *copies) noexcept nogil:
     cdef size_t first = 0, failed = 0
     cdef int i, code, refused = 0
     cdef int count = copies.count
-    cdef int batched = count > 1 and stage.cuda.copy_batch != NULL and not self.one_by_one
+    cdef int batched = count > 1 and self.together > 1
     copies.count = 0
     if batched:
         memset(&attributes, 0, sizeof(attributes))
@@ -663,7 +663,7 @@ cdef void start_copies(Runner *self, Copies *copies) noexcept nogil:
             copies.slots[i].result = -code - CUDA_REFUSED
             refused = 1
     if batched and not refused:
-        self.one_by_one = 1
+        self.together = 1
 
 
 cdef void end_first_copies(Runner *self, int code) noexcept nogil:
@@ -719,6 +719,7 @@ cdef int open_stage(
     gds_add(&stage.references, 1)
     self.stage = stage
     self.depth = depth
+    self.together = TOGETHER if stage.cuda.copy_batch != NULL else 1
     self.slots = <Slot *>calloc(depth, sizeof(Slot))
     self.copying = <int *>calloc(depth, sizeof(int))
     # A read that is given up completes at once, and its place may be used for the next.
@@ -839,8 +840,9 @@ cdef int reap_stage(
                 left = min(left, shortest_copy_ns(self, self.started))
                 missing = 1
             elif missing > self.copying_count:
-                # The copies in flight are too few: wait for reads, but not while the device is idle.
-                missing = min(missing - self.copying_count, <int>TOGETHER)
+                # The copies in flight are too few: wait for reads. At most for half of them, so that
+                # the first half is copied while the second is read.
+                missing = min(missing - self.copying_count, (self.reading + 1) // 2)
             elif missing > 0:
                 # The copies in flight are enough.
                 left = min(left, shortest_copy_ns(self, missing))
@@ -883,7 +885,7 @@ cdef int take_back_slots(void *engine) noexcept nogil:
 
 cdef void close_stage(void *engine) noexcept nogil:
     """Waits for the reads that were given up, because others will use their slots, and a limited
-    time for the copies of an engine that failed. Its other slots are lost."""
+    time for the copies of an engine that failed. Slots that are read to or copied from are lost."""
     cdef Runner *self = <Runner *>engine
     cdef int64_t until
     cdef int i
