@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from html import escape
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 LETTER_PX = 7  # width of a letter, at most on average
@@ -18,36 +20,47 @@ Range = tuple[float, float, float]  # middle, low, high
 
 
 class Drawing:
-    """A white sheet that is drawn on, and saved."""
+    """A white sheet that is drawn on, and saved. Lines are above all else."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self._parts: list[str] = []
+        self._parts: list[tuple[str, str]] = []  # with the colour that those side by side share
+        self._paths: dict[str, str] = {}  # by their style
 
     def rectangle(self, x: float, y: float, width: float, height: float, fill: str) -> None:
-        self._parts.append(
-            f'<rect x="{x:.0f}" y="{y:.0f}" width="{max(width, 1):.0f}" height="{height:.0f}"'
-            f' fill="{fill}"/>'
-        )
+        size = f'width="{max(width, 1):.0f}" height="{height:.0f}"'
+        self._parts.append((fill, f'<rect x="{x:.0f}" y="{y:.0f}" {size}/>'))
 
     def lines(self, stroke: str, *parts: Iterable[Point], dashed: bool = False) -> None:
         """Lines of one colour, each through its points."""
         path = "".join("M" + "L".join(f"{x:.0f} {y:.0f}" for x, y in part) for part in parts)
-        style = ' stroke-dasharray="4 3"' if dashed else ""
-        self._parts.append(f'<path d="{path}" fill="none" stroke="{stroke}"{style}/>')
+        style = f'stroke="{stroke}"' + (' stroke-dasharray="4 3"' if dashed else "")
+        self._paths[style] = self._paths.get(style, "") + path
 
     def words(self, x: float, y: float, text: str, anchor: str = "start") -> None:
         """Text whose baseline is at `y`."""
         where = "" if anchor == "start" else f' text-anchor="{anchor}"'
-        self._parts.append(f'<text x="{x:.0f}" y="{y:.0f}"{where}>{escape(text)}</text>')
+        self._parts.append(("", f'<text x="{x:.0f}" y="{y:.0f}"{where}>{escape(text)}</text>'))
 
     def text(self) -> str:
         """The drawing as a file holds it."""
         size = f'width="{self.width}" height="{self.height}"'
+        parts = [f'<rect {size} fill="#fff"/>']
+        for fill, found in groupby(self._parts, key=itemgetter(0)):
+            same = [part for _, part in found]
+            if not fill:
+                parts += same
+            elif len(same) == 1:
+                parts.append(same[0].replace("/>", f' fill="{fill}"/>'))
+            else:
+                parts += [f'<g fill="{fill}">', *same, "</g>"]
+        for style, path in self._paths.items():
+            parts.append(f'<path d="{path}" fill="none" {style}/>')
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size}'
             f' viewBox="0 0 {self.width} {self.height}" font-family="sans-serif" font-size="11">\n'
-            f'<rect {size} fill="#fff"/>\n' + "\n".join(self._parts) + "\n</svg>\n"
+            + "\n".join(parts)
+            + "\n</svg>\n"
         )
 
 

@@ -7,9 +7,9 @@
 
     seed ─► program: requests, posts, waits, cancels, closes ─► scheduler ─► checks after each run
 
-`host` reads into DRAM by several pumps; `device` through one ring of slots that several pumps share,
-to a double of CUDA; `wide` is the same with so many slots that some wait to be copied together; and
-`loads` are batches of the posix backend that claim from a prefetch.
+`host` reads into DRAM by several pumps; `device` through one ring of slots that several pumps
+share, to a double of CUDA; `wide` is the same with so many slots that some wait to be copied
+together; and `loads` are batches of the posix backend that claim from a prefetch.
 Checked: each read that succeeded has its bytes and each that failed an error of the engine, and
 both stay as they are; nothing writes to memory whose request has ended; no slot is lent twice;
 every wait ends in a short (virtual) time; threads, engines and slots come back.
