@@ -24,12 +24,12 @@ class Drawing:
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self._parts: list[tuple[str, str]] = []  # with the colour that those side by side share
+        self._parts: list[tuple[str, str]] = []  # with the attribute that neighbours share
         self._paths: dict[str, str] = {}  # by their style
 
     def rectangle(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         size = f'width="{max(width, 1):.0f}" height="{height:.0f}"'
-        self._parts.append((fill, f'<rect x="{x:.0f}" y="{y:.0f}" {size}/>'))
+        self._parts.append((f'fill="{fill}"', f'<rect x="{x:.0f}" y="{y:.0f}" {size}/>'))
 
     def lines(self, stroke: str, *parts: Iterable[Point], dashed: bool = False) -> None:
         """Lines of one colour, each through its points."""
@@ -39,21 +39,16 @@ class Drawing:
 
     def words(self, x: float, y: float, text: str, anchor: str = "start") -> None:
         """Text whose baseline is at `y`."""
-        where = "" if anchor == "start" else f' text-anchor="{anchor}"'
-        self._parts.append(("", f'<text x="{x:.0f}" y="{y:.0f}"{where}>{escape(text)}</text>'))
+        where = "" if anchor == "start" else f'text-anchor="{anchor}"'
+        self._parts.append((where, f'<text x="{x:.0f}" y="{y:.0f}">{escape(text)}</text>'))
 
     def text(self) -> str:
         """The drawing as a file holds it."""
         size = f'width="{self.width}" height="{self.height}"'
         parts = [f'<rect {size} fill="#fff"/>']
-        for fill, found in groupby(self._parts, key=itemgetter(0)):
-            same = [part for _, part in found]
-            if not fill:
-                parts += same
-            elif len(same) == 1:
-                parts.append(same[0].replace("/>", f' fill="{fill}"/>'))
-            else:
-                parts += [f'<g fill="{fill}">', *same, "</g>"]
+        for shared, found in groupby(self._parts, key=itemgetter(0)):
+            text = "\n".join(part for _, part in found)
+            parts.append(f"<g {shared}>\n{text}\n</g>" if shared else text)
         for style, path in self._paths.items():
             parts.append(f'<path d="{path}" fill="none" {style}/>')
         return (

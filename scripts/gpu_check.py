@@ -1031,8 +1031,9 @@ def copying_together(
 ) -> Callable[[int], None] | None:
     """A function that queues `count` copies of `size` bytes by one call of the driver, as a load
     does. None if this driver has no such call."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    copy = getattr(driver, "cuMemcpyBatchAsync", None)
+    from gdsload.system import gpu as gpus
+
+    copy = getattr(ctypes.CDLL(gpus.cuda().path), "cuMemcpyBatchAsync", None)
     if copy is None:
         return None
     stream = gpu.torch.cuda.Stream(gpu.device)

@@ -67,7 +67,7 @@ cdef enum:
     CUDA_REFUSED = 65536
     ASYNC_BYTES = 262144   # 20 us of copying: a smaller read is copied faster than handed over
     # Slots whose copies are started together, and slots in flight that are enough for the device.
-    TOGETHER = 4           # 1: with a driver that starts no copies together
+    TOGETHER = 4
     MOST_COPIES = 64       # of one call of the driver
 
 REFUSED_COPY = CUDA_REFUSED
@@ -543,7 +543,7 @@ cdef struct Runner:
     int first_copying
     int copying_count
     int started            # of these, the first ones, whose copies are in flight
-    int together           # TOGETHER, or 1
+    int most_together      # TOGETHER; 1 if the driver starts no copies together
     Results ready
     int reading            # reads that the engine has
     int given_up           # of these, the ones that have ended for the pump
@@ -584,8 +584,8 @@ cdef Slot *copied_slot(Runner *self, int place) noexcept nogil:
 cdef void begin_copies(Runner *self) noexcept nogil:
     """Starts the copies of filled slots, but for a few that can wait: the device is busy."""
     cdef int waiting = self.copying_count - self.started
-    while waiting > 0 and (waiting >= self.together or self.started < self.together):
-        copy_slots(self, min(waiting, self.together))
+    while waiting > 0 and (waiting >= self.most_together or self.started < self.most_together):
+        copy_slots(self, min(waiting, self.most_together))
         waiting = self.copying_count - self.started
 
 
@@ -643,7 +643,7 @@ cdef void start_copies(Runner *self, Copies *copies) noexcept nogil:
     cdef size_t first = 0, failed = 0
     cdef int i, code, refused = 0
     cdef int count = copies.count
-    cdef int batched = count > 1 and self.together > 1
+    cdef int batched = count > 1 and self.most_together > 1
     copies.count = 0
     if batched:
         memset(&attributes, 0, sizeof(attributes))
@@ -663,7 +663,7 @@ cdef void start_copies(Runner *self, Copies *copies) noexcept nogil:
             copies.slots[i].result = -code - CUDA_REFUSED
             refused = 1
     if batched and not refused:
-        self.together = 1
+        self.most_together = 1
 
 
 cdef void end_first_copies(Runner *self, int code) noexcept nogil:
@@ -719,7 +719,7 @@ cdef int open_stage(
     gds_add(&stage.references, 1)
     self.stage = stage
     self.depth = depth
-    self.together = TOGETHER if stage.cuda.copy_batch != NULL else 1
+    self.most_together = TOGETHER if stage.cuda.copy_batch != NULL else 1
     self.slots = <Slot *>calloc(depth, sizeof(Slot))
     self.copying = <int *>calloc(depth, sizeof(int))
     # A read that is given up completes at once, and its place may be used for the next.

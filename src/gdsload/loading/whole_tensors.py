@@ -9,7 +9,7 @@ for parts of tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -55,17 +55,15 @@ def load(
         for group in groups:
             posted.append((group, post(session, group, past_cache=past_cache)))
         _import_torch(session, device)
-        tensors: dict[str, torch.Tensor] = {}
+        found: dict[str, torch.Tensor] = {}
         for group, batch in posted:
-            batch.wait(advance, parts=group)
-            with session.report.phase("hand over"):  # while those that follow are read
-                last = batch is posted[-1][1]
-                session.checkpoint.verify_unchanged({i.shard for i in (infos if last else group)})
-                tensors |= batch.tensors_of(group)
-                batch.release()
-        if len(posted) == 1 and posted[0][0] is infos:
-            return tensors
-        return {info.name: tensors[info.name] for info in infos}
+            last = batch is posted[-1][1]
+            shards = {info.shard for info in (infos if last else group)}
+            tensors = _handed_over(session, group, batch, advance, shards)
+            if group is infos:  # the only one
+                return tensors
+            found |= tensors
+        return {info.name: found[info.name] for info in infos}
     finally:
         release_all(batch for _, batch in posted)
 
@@ -85,13 +83,8 @@ def load_in_windows(
         while posted:
             posted.extend(islice(windows, 1))
             group, batch = posted[0]
-            batch.wait(advance, parts=group)
-            with session.report.phase("hand over"):
-                # At the end all of them: a file may have changed since its own window.
-                shards = {info.shard for info in group} if len(posted) > 1 else None
-                session.checkpoint.verify_unchanged(shards)
-                tensors = batch.tensors_of(group)
-                batch.release()
+            shards = {info.shard for info in group} if len(posted) > 1 else None
+            tensors = _handed_over(session, group, batch, advance, shards)
             del posted[0], batch
             for info in group:
                 tensor = tensors.pop(info.name)
@@ -102,6 +95,24 @@ def load_in_windows(
                 del tensor
     finally:
         release_all(batch for _, batch in posted)
+
+
+def _handed_over(
+    session: Session,
+    group: Sequence[TensorInfo],
+    batch: Batch,
+    advance: Callable[[int], None] | None,
+    shards: Collection[int] | None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a batch, when their bytes are there; those of later batches are read
+    meanwhile. None of these shards may have changed (None: of all): at the end those of the whole
+    load, as a file may change after its own batch."""
+    batch.wait(advance, parts=group)
+    with session.report.phase("hand over"):
+        session.checkpoint.verify_unchanged(shards)
+        tensors = batch.tensors_of(group)
+        batch.release()
+    return tensors
 
 
 def _import_torch(session: Session, device: str) -> None:
