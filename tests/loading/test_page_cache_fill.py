@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -82,6 +83,27 @@ def test_folios_of_each_kind_give_the_same_bytes(several_streams: Path, pages: s
     expected = safetensors.torch.load_file(several_streams)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("pages", MODES)
+def test_file_with_gaps_in_the_page_cache_is_completed(several_streams: Path, pages: str) -> None:
+    """Some units are there, some are not, and some are there in part."""
+    if page_cache.evict(several_streams):
+        pytest.skip(f"{several_streams.parent}: its pages cannot be evicted")
+    size, gaps = several_streams.stat().st_size, Random(5)
+    with several_streams.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        offset = 0
+        while offset < size:
+            length = gaps.randrange(1, 12 << 20)
+            os.pread(file.fileno(), length, offset)
+            offset += length + gaps.randrange(1, 8 << 20)
+    with several_streams.open("rb") as file:
+        assert page_cache.residency(file.fileno(), size) == "some"
+    found = gdsload.load_file(several_streams, page_cache="fill", options={"pages": pages})
+    assert gdsload.last_report().paths.keys() == {"posix/threads/mapped"}
+    expected = safetensors.torch.load_file(several_streams)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_option_chooses_the_folios(several_streams: Path) -> None:
