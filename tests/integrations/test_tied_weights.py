@@ -16,12 +16,12 @@ from transformers import modeling_utils
 
 import gdsload
 import tinymodels
+from gdsload._native.compare import Comparison
 from gdsload.integrations.transformers import tied_weights
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.tied_weights import (
     TIED_EQUAL,
     TiedWeights,
-    surely_equal,
     tied_equal,
     twin_pairs,
 )
@@ -32,15 +32,15 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_equal_bytes_are_surely_equal(dtype: torch.dtype) -> None:
+def test_equal_bytes_are_equal(dtype: torch.dtype) -> None:
     one = torch.randn(33, 8).to(dtype)
-    assert surely_equal(one, one.clone())
-    assert surely_equal(torch.nn.Parameter(one), one)
-    assert surely_equal(one.flatten()[1:4], one.flatten()[1:4].clone())
+    assert tied_equal(one, one.clone())
+    assert tied_equal(torch.nn.Parameter(one), one)
+    assert tied_equal(one.flatten()[1:4], one.flatten()[1:4].clone())
     for place in ((0, 0), (32, 7)):
         other = one.clone()
         other[place] += 1
-        assert not surely_equal(one, other)
+        assert not tied_equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -52,18 +52,19 @@ def test_equal_bytes_are_surely_equal(dtype: torch.dtype) -> None:
         torch.ones(3).to(torch.float8_e4m3fn),
         torch.ones(4, 3).T,
         torch.ones(3, device="meta"),
+        torch.frombuffer(bytearray(9), dtype=torch.float32, offset=1),
     ],
-    ids=["nan", "integers", "complex", "float8", "strided", "meta"],
+    ids=["nan", "integers", "complex", "float8", "strided", "meta", "unaligned"],
 )
 def test_unusual_tensors_are_left_to_torch(one: torch.Tensor) -> None:
-    assert not surely_equal(one, one)
+    assert not tied_equal(one, one)
 
 
-def test_different_bytes_are_not_surely_equal() -> None:
+def test_different_bytes_are_not_equal() -> None:
     zeros = torch.zeros(4)
-    assert not surely_equal(zeros, -zeros)  # equal, but not by their bytes
-    assert not surely_equal(zeros, zeros.view(2, 2))
-    assert not surely_equal(zeros, torch.zeros(4, dtype=torch.float64))
+    assert not tied_equal(zeros, -zeros)  # equal, but not by their bytes
+    assert not tied_equal(zeros, zeros.view(2, 2))
+    assert not tied_equal(zeros, torch.zeros(4, dtype=torch.float64))
 
 
 @pytest.fixture
@@ -82,18 +83,14 @@ def tied(model: Any) -> bool:
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
-def test_tied_weights_are_compared_as_bytes(twice: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def noted(name: str) -> Any:
-        return lambda one, other: asked.append(name) or True
-
-    monkeypatch.setattr(torch, "equal", noted("torch"))
-    monkeypatch.setattr(tied_weights, "equal_bytes", noted("bytes"))
+def test_tied_weights_are_compared_as_bytes(
+    twice: Path, comparing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "equal", lambda *_: comparing.append("torch") or True)
     assert tied(gdsload.from_pretrained(twice))
-    assert asked == ["bytes"]
+    assert [event for event in comparing if event != "set"] == ["compared"]
     transformers.AutoModelForCausalLM.from_pretrained(twice)
-    assert asked == ["bytes", "torch"]
+    assert comparing[-1] == "torch"
 
 
 @pytest.mark.parametrize("change", [1.0, float("nan")])
@@ -117,17 +114,17 @@ def comparing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from transformers import core_model_loading  # not in 4.57
 
     events: list[str] = []
-    equal, set_parameter = tied_weights.equal_bytes, core_model_loading.set_param_for_module
+    set_parameter = core_model_loading.set_param_for_module
 
-    def noted_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    def noted(*words: Any) -> Comparison:
         events.append("compared")
-        return equal(one, other)
+        return Comparison(*words)
 
     def noted_set(model: Any, target_name: str, *rest: Any, **named: Any) -> Any:
         events.append("set")
         return set_parameter(model, target_name, *rest, **named)
 
-    monkeypatch.setattr(tied_weights, "equal_bytes", noted_equal)
+    monkeypatch.setattr(tied_weights, "Comparison", noted)
     monkeypatch.setattr(core_model_loading, "set_param_for_module", noted_set)
     return events
 
@@ -138,13 +135,23 @@ def test_tied_weights_are_compared_once_while_the_rest_is_loaded(
 ) -> None:
     from transformers import core_model_loading
 
-    equal, set_parameter = tied_weights.equal_bytes, core_model_loading.set_param_for_module
+    set_parameter = core_model_loading.set_param_for_module
     last_set = threading.Event()
     waited: list[tuple[str, bool]] = []
 
-    def equal_after_all(one: torch.Tensor, other: torch.Tensor) -> bool:
-        waited.append((threading.current_thread().name, last_set.wait(10)))
-        return equal(one, other)
+    class AfterAll:
+        """Compares when all parameters are set."""
+
+        def __init__(self, *words: Any) -> None:
+            self._comparison = Comparison(*words)
+
+        def work(self) -> None:
+            waited.append((threading.current_thread().name, last_set.wait(10)))
+            self._comparison.work()
+
+        @property
+        def equal(self) -> bool:
+            return self._comparison.equal
 
     def noted_set(model: Any, target_name: str, *rest: Any, **named: Any) -> Any:
         result = set_parameter(model, target_name, *rest, **named)
@@ -152,10 +159,12 @@ def test_tied_weights_are_compared_once_while_the_rest_is_loaded(
             last_set.set()
         return result
 
-    monkeypatch.setattr(tied_weights, "equal_bytes", equal_after_all)
+    monkeypatch.setattr(tied_weights, "Comparison", AfterAll)
     monkeypatch.setattr(core_model_loading, "set_param_for_module", noted_set)
     assert tied(gdsload.from_pretrained(twice))
-    assert waited == [("gdsload-compare", True)]
+    names = {name for name, all_were_set in waited if all_were_set}
+    assert names == {"gdsload-compare", threading.current_thread().name}
+    assert len(waited) == 2
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
@@ -237,14 +246,16 @@ def test_unequal_parameters_are_left_to_transformers(comparing: list[str]) -> No
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
-def test_parameters_are_compared_at_the_end_if_no_thread_starts(
+def test_whoever_asks_compares_parameters_if_no_thread_starts(
     comparing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tied_weights, "start_thread", lambda run, name: None)
     model = loaded(Tied())
-    assert comparing == []
     assert tied_equal(model.source, model.target)
     assert comparing == ["compared"]
+    model = loaded(Tied())
+    model.target.data[0] = 2  # `data` counts no writes
+    assert not tied_equal(model.source, model.target)
 
 
 def test_parameters_that_nobody_asks_for_are_released() -> None:
@@ -304,7 +315,7 @@ def separated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_equal_twin_takes_no_memory_and_is_not_compared_again(
     twins: Twins, separated: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tied_weights, "equal_bytes", lambda *_: pytest.fail("compared again"))
+    monkeypatch.setattr(tied_weights, "Comparison", lambda *_: pytest.fail("compared again"))
     assert tied(twins.load())
     assert separated == []
 

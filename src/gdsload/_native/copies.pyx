@@ -7,18 +7,17 @@ that they are still in the processor's cache when bytes are copied to them.
     copies, by address ──► pieces, none across two units ──► the threads take unit after unit
 
 The threads live for one call, and the caller is one of them: it waits for nothing that cannot end.
-The same threads tell whether a cast would write what a target holds already. Not responsible for other
-casts, which are torch's; for these the memory can be touched alone.
+Not responsible for other casts, which are torch's; for these the memory can be touched alone.
 """
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from gdsload._native.atomics cimport gds_add, gds_load_flag, gds_store_flag
+from gdsload._native.atomics cimport gds_add, gds_load_flag
 from gdsload._native.engine cimport FreshMemory
 from gdsload._native.first_touch cimport (
     FirstTouch, close_first_touch, note_small, open_first_touch, small_took, touch_huge, touch_pages,
@@ -33,17 +32,12 @@ cdef enum:
     # and casting 1.5 GB takes a sixth less time than with 2 MiB.
     STEP_BYTES = 262144
 
-    # What is done with the bytes of a source.
-    COPY = 0
-    WIDEN = 1                    # the source is bfloat16, and the target float32
-    COMPARE = 2                  # as WIDEN, but nothing is written
-
 # Part of a copy, within one unit.
 cdef struct Piece:
     char *target
     const char *source           # NULL: the memory is only touched
     uint64_t nbytes              # of the target
-    int task
+    int widens                   # the source is bfloat16, and the target float32
 
 cdef struct Job:
     FirstTouch *first_touch
@@ -52,7 +46,6 @@ cdef struct Job:
     int64_t *firsts              # the first piece of each unit, and the number of all pieces
     int64_t units
     int64_t taken                # units that threads have taken
-    uint8_t differs              # whether a COMPARE has found other bytes, or a NaN
 
 
 cdef uint64_t unit_of(const char *address) noexcept nogil:
@@ -65,18 +58,8 @@ cdef void widen(uint32_t *target, const uint16_t *source, uint64_t count) noexce
         target[i] = <uint32_t>source[i] << 16
 
 
-cdef int differs(const uint32_t *target, const uint16_t *source, uint64_t count) noexcept nogil:
-    """Whether `widen` would change a bit of the target, or a source is not equal to itself."""
-    cdef uint64_t i
-    cdef uint32_t found = 0
-    for i in range(count):
-        found |= target[i] ^ (<uint32_t>source[i] << 16)
-        found |= (source[i] & 0x7FFF) > 0x7F80  # a NaN
-    return found != 0
-
-
-cdef int64_t copy_piece(Job *self, const Piece *piece, int touches) noexcept nogil:
-    """Copies or compares a piece. `touches`: first touches its pages. Returns the CPU time of touching."""
+cdef int64_t copy_piece(const Piece *piece, int touches) noexcept nogil:
+    """Copies a piece. `touches`: first touches its pages. Returns the CPU time of touching."""
     cdef uint64_t done = 0, length
     cdef int64_t took = 0
     while done < piece.nbytes:
@@ -85,17 +68,11 @@ cdef int64_t copy_piece(Job *self, const Piece *piece, int touches) noexcept nog
             took += touch_pages(piece.target + done, length)
         if piece.source == NULL:
             pass
-        elif piece.task == WIDEN:
+        elif piece.widens:
             widen(
                 <uint32_t *>(piece.target + done), <const uint16_t *>(piece.source + done // 2),
                 length // 4,
             )
-        elif piece.task == COMPARE:
-            if not gds_load_flag(&self.differs) and differs(
-                <const uint32_t *>(piece.target + done),
-                <const uint16_t *>(piece.source + done // 2), length // 4,
-            ):
-                gds_store_flag(&self.differs, 1)
         else:
             memcpy(piece.target + done, piece.source + done, length)
         done += length
@@ -115,7 +92,7 @@ cdef void copy_unit(Job *self, int64_t number) noexcept nogil:
         # Of a unit of small pages, an earlier call has touched those that it copied to.
         touches = not (fresh and touch_huge(self.first_touch, &self.memory, unit))
     for piece in range(first, end):
-        took += copy_piece(self, &pieces[piece], touches)
+        took += copy_piece(&pieces[piece], touches)
         nbytes += pieces[piece].nbytes
     if fresh and touches:
         note_small(&self.memory, unit)
@@ -152,19 +129,19 @@ cdef int split(Job *self, list copies) except -1:
     """Fills `pieces` and `firsts`, which are large enough."""
     cdef uint64_t target, source, nbytes, part
     cdef int64_t count = 0
-    cdef int task
-    for target, source, nbytes, task in copies:
+    cdef int widens
+    for target, source, nbytes, widens in copies:
         while nbytes > 0:
             part = min(nbytes, UNIT_BYTES - target % UNIT_BYTES)
             if count == 0 or unit_of(self.pieces[count - 1].target) != target // UNIT_BYTES:
                 self.firsts[self.units] = count
                 self.units += 1
-            self.pieces[count] = Piece(<char *>target, <const char *>source, part, task)
+            self.pieces[count] = Piece(<char *>target, <const char *>source, part, widens)
             count += 1
             target += part
             nbytes -= part
             if source != 0:
-                source += part if task == COPY else part // 2
+                source += part // 2 if widens else part
     self.firsts[self.units] = count
     return 0
 
@@ -195,28 +172,16 @@ cdef class Copier:
         ones.
         """
         cdef Job job
+        cdef uint64_t pieces = 1
         memset(&job, 0, sizeof(job))
         if region is not None:
             job.memory.region = <CRegion *>PyCapsule_GetPointer(region, b"gdsload.region")
             if job.memory.region.touched == NULL:
                 job.memory.region = NULL
-        self._do(&job, [(*place, WIDEN if widens else COPY) for *place, widens in copies])
-        return job.memory.huge_units, job.memory.small_units
-
-    def widens_to(self, target, source, nbytes):
-        """Whether ``nbytes`` at the address ``target`` are, bit for bit, the float32 of the bfloat16 at
-        ``source``, and no NaN is among them. Both are aligned to their elements."""
-        cdef Job job
-        memset(&job, 0, sizeof(job))
-        self._do(&job, [(target, source, nbytes, COMPARE)])
-        return not job.differs
-
-    cdef int _do(self, Job *job, list copies) except -1:
-        """Does tuples (target, source, nbytes, task)."""
-        cdef uint64_t pieces = 1
+        ordered = sorted(copies)
         job.first_touch = &self.first_touch
-        for target, source, nbytes, task in copies:
-            if task != COPY and (source % 2 or target % 4 or nbytes % 4):
+        for target, source, nbytes, widens in ordered:
+            if widens and (source % 2 or target % 4 or nbytes % 4):
                 raise ValueError(f"{nbytes} bytes at {target:#x} are not aligned as float32")
             pieces += nbytes // UNIT_BYTES + 2
         job.pieces = <Piece *>malloc(pieces * sizeof(Piece))
@@ -224,10 +189,10 @@ cdef class Copier:
         try:
             if job.pieces == NULL or job.firsts == NULL:
                 raise MemoryError(f"no memory for {pieces} pieces of copies")
-            split(job, sorted(copies))
+            split(&job, ordered)
             with nogil:
-                run(job, self.threads)
+                run(&job, self.threads)
         finally:
             free(job.pieces)
             free(job.firsts)
-        return 0
+        return job.memory.huge_units, job.memory.small_units

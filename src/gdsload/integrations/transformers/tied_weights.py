@@ -1,8 +1,9 @@
 """Tied parameters that a checkpoint holds twice: transformers ties them only if they are equal.
 
 It compares them after the load. Here a thread compares them as soon as both are loaded, while other
-tensors are being loaded. They are compared as bytes, several times as fast as floats. Only equality
-is taken from it; about any other pair transformers decides by itself.
+tensors are being loaded, and when transformers asks, its own thread helps. They are compared as
+bytes, several times as fast as floats. Only equality is taken from it; about any other pair
+transformers decides by itself.
 
     pair   a target and its source, by the names of the model's parameters
     twins  a pair that is cast from bfloat16 to float32: the later one in the file is compared with
@@ -11,12 +12,13 @@ is taken from it; about any other pair transformers decides by itself.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections import Counter
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from gdsload._native.compare import FORMATS, Comparison
+from gdsload.dtypes import known_dtype
 from gdsload.integrations.transformers import module_callbacks
 from gdsload.system.threads import start_thread
 
@@ -27,14 +29,10 @@ if TYPE_CHECKING:
 # transformers asks it, since version 5.23.
 TIED_EQUAL = "_tied_params_are_equal"
 
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
-
-def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one size have the same bytes: in half the time of
-    torch.equal, also if it compares integers."""
-    return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
+@cache
+def _formats() -> dict[torch.dtype | None, str]:
+    return {known_dtype(name): name for name in FORMATS}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -45,17 +43,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_own and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors have the same bytes and no NaN; False proves nothing."""
-    import torch
-
+def _comparison(one: torch.Tensor, other: torch.Tensor) -> Comparison | None:
+    """A comparison that has not begun; None if only torch can compare them."""
     if not (_is_plain(one) and _is_plain(other)):
-        return False
-    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    if one.dtype != other.dtype or one.dtype not in floats or one.shape != other.shape:
-        return False
-    # A sum takes a small part of the time of a search for NaN.
-    return equal_bytes(one, other) and not one.detach().sum().isnan()
+        return None
+    dtype = _formats().get(one.dtype)
+    if dtype is None or one.dtype != other.dtype or one.shape != other.shape:
+        return None
+    addresses = one.data_ptr(), other.data_ptr()
+    if any(address % one.itemsize for address in addresses):
+        return None
+    return Comparison(*addresses, one.nbytes, dtype)
 
 
 def asked_pairs(model: Any) -> list[tuple[str, str]]:
@@ -80,33 +78,40 @@ def twin_pairs(model: Any) -> list[tuple[str, str]]:
     return [pair for pair in pairs if all(uses[name] == 1 for name in pair)]
 
 
-class _Comparison:
-    """Whether a target and its source, two plain tensors, are equal. It takes a thread."""
+def _compare(comparison: Comparison, *_tensors: torch.Tensor) -> None:
+    """What the thread does. It holds the tensors, whose memory is compared."""
+    comparison.work()
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+
+class _Pair:
+    """A target and its source, which are being compared."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, are_equal: bool = False) -> None:
+        """Begins to compare them in another thread, if it is not known that they `are_equal`."""
         from torch.utils.weak import TensorWeakRef
 
         self._source = TensorWeakRef(source)
         self._versions = _versions(source, target)
-        self._equal: bool | None = None
+        self._are_equal = are_equal
+        self._comparison = None if are_equal else _comparison(source, target)
         self._thread = None
-        if source.nbytes and source.data_ptr() == target.data_ptr():  # twins, which have no NaN
-            self._equal = True
-        else:
-            compare = partial(self._compare, source, target)
-            self._thread = start_thread(compare, "gdsload-compare")
+        if self._comparison is not None:
+            work = partial(_compare, self._comparison, source, target)
+            self._thread = start_thread(work, "gdsload-compare")
 
-    def _compare(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._equal = surely_equal(source, target)
+    def is_of(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Whether these are the tensors that are compared, and nobody has written to them."""
+        return self._source() is source and self._versions == _versions(source, target)
 
-    def holds(self, source: torch.Tensor, target: torch.Tensor) -> bool | None:
-        """Whether both are surely equal; None if they are other tensors than those that were
-        compared, or were written to since then."""
-        if self._source() is not source or self._versions != _versions(source, target):
-            return None
+    def equal(self) -> bool:
+        """True if both have the same bytes and no NaN; False proves nothing. The tensors are still
+        there."""
+        if self._comparison is None:
+            return self._are_equal
+        self._comparison.work()
         if self._thread is not None:
             self._thread.join()
-        return self._equal
+        return self._comparison.equal
 
 
 class TiedWeights:
@@ -133,12 +138,14 @@ class TiedWeights:
                 continue
             if not (_is_plain(source) and _is_plain(target)):
                 continue
-            _comparisons()[target] = _Comparison(source, target)
+            # Twins have no NaN.
+            are_twins = source.nbytes > 0 and source.data_ptr() == target.data_ptr()
+            _pairs()[target] = _Pair(source, target, are_twins)
 
 
 @cache
-def _comparisons() -> WeakTensorKeyDictionary:
-    """Of targets, until transformers asks for them."""
+def _pairs() -> WeakTensorKeyDictionary:
+    """By target, until transformers asks for it."""
     from torch.utils.weak import WeakTensorKeyDictionary
 
     return WeakTensorKeyDictionary()
@@ -146,9 +153,10 @@ def _comparisons() -> WeakTensorKeyDictionary:
 
 def tied_equal(source: torch.Tensor, target: torch.Tensor) -> bool:
     """True if two parameters have the same bytes and no NaN; False proves nothing."""
-    known: _Comparison | None = _comparisons().pop(target, None)  # type: ignore[no-untyped-call]
-    equal = None if known is None else known.holds(source, target)
-    return surely_equal(source, target) if equal is None else equal
+    pair: _Pair | None = _pairs().pop(target, None)  # type: ignore[no-untyped-call]
+    if pair is None or not pair.is_of(source, target):
+        pair = _Pair(source, target)
+    return pair.equal()
 
 
 def _versions(source: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
