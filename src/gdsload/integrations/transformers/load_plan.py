@@ -127,86 +127,138 @@ def load_plan_of(
     """
     from transformers import core_model_loading as loading
 
-    plan = LoadPlan()
-    naming = _Naming(model, load_config, plan)
-    place_of = _places(load_config)
-    dtype_of = _dtypes(loading, load_config)
-    shard_operation = getattr(loading, "DtensorShardOperation", None)
-    # If true, the parts that a rank needs are known only when it asks.
-    unpredictable = load_config.device_mesh is not None and shard_operation is None
-    dtypes: dict[str, Any] = {}
-    patterns_of: dict[str, _Patterns] = {}  # by parameter
-    slices: dict[str, list[TensorSlice]] = {}  # by key
-    members: Counter[tuple[str, str]] = Counter()
-    parameters = naming.parameters
+    planner = _Planner(loading, model, load_config, infos, reached)
     for key in sorted(infos, key=loading.dot_natural_key):
+        planner.add(key)
+    if load_config.device_mesh is not None and planner.shard_operation is None:
+        planner.forget_slices()
+    elif load_config.hf_quantizer is None and writes:
+        planner.add_buffers()
+    planner.order_slices()
+    return planner.plan
+
+
+class _Planner:
+    """The load plan of one model, tensor by tensor, in transformers' order.
+
+    Attributes:
+        plan: What is known up to now.
+        shard_operation: transformers' class for the share of one rank; None if it has none.
+    """
+
+    def __init__(
+        self,
+        loading: Any,
+        model: Any,
+        load_config: Any,
+        infos: Mapping[str, TensorInfo],
+        reached: Callable[[str], str],
+    ) -> None:
+        self.plan = LoadPlan()
+        self.shard_operation: Any = getattr(loading, "DtensorShardOperation", None)
+        self._loading, self._model, self._config = loading, model, load_config
+        self._infos = infos
+        self._reached = reached
+        self._naming = _Naming(model, load_config, self.plan)
+        self._place_of = _places(load_config)
+        self._dtype_of = _dtypes(loading, load_config)
+        self._dtypes: dict[str, Any] = {}  # in the model
+        self._patterns_of: dict[str, _Patterns] = {}  # by parameter
+        self._slices: dict[str, list[TensorSlice]] = {}  # by key
+        self._members: Counter[tuple[str, str]] = Counter()  # by parameter and pattern
+
+    def add(self, key: str) -> None:
+        """Predicts the fate of one tensor."""
+        plan, naming = self.plan, self._naming
         name, pattern = naming(key)
         plan.fates[key] = SKIP
-        if name not in parameters:
-            continue
-        param, info, place = parameters[name], infos[key], place_of(name)
+        if name not in naming.parameters:
+            return
+        param, place = naming.parameters[name], self._place_of(name)
         if place == "disk" and pattern is None:
-            if name not in naming.buffers or getattr(load_config, "offload_buffers", False):
-                # transformers discards the tensor: accelerate reads the file itself, when needed.
+            if self._stays_on_disk(name):
                 plan.lazy.add(key)
-                continue
+                return
             place = "cpu"  # the model keeps its buffers
-        if place == "meta" and pattern not in naming.on_cpu and not _is_dtensor(param):
+        on_cpu = pattern in naming.on_cpu
+        if place == "meta" and not on_cpu and not _is_dtensor(param):
             plan.shapes.add(key)
-            continue
-        patterns_of.setdefault(name, {}).setdefault(pattern or key, []).append(key)
-        dtype = dtypes[key] = dtype_of(name, param)
-        share = [whole(info)]
-        plan.boxes[key] = key, box_of(info, None)
-        if shard_operation is not None and _is_dtensor(param):
-            number = None
-            if pattern is not None:
-                number = members[name, pattern]
-                members[name, pattern] += 1
-            share, boxes = _share_of(shard_operation(param), info, number)
-            del plan.boxes[key]
-            plan.boxes.update(boxes)
-        elif pattern in naming.on_cpu:
-            place = "cpu"
-        device = reached(place)
-        kept = (
-            pattern is None
-            and place == device
-            and all(one.shape is None and one.index is None for one in share)
-            and dtype is not None
-            and dtype == known_dtype(info.dtype)
-        )
-        if share:
-            plan.fates[key] = KEEP if kept else CONVERT
-        if share and kept:
-            plan.parameters[key] = name
-            plan.kept.update(one.key for one in share)
+            return
+        self._patterns_of.setdefault(name, {}).setdefault(pattern or key, []).append(key)
+        self._dtypes[key] = self._dtype_of(name, param)
+        if self.shard_operation is not None and _is_dtensor(param):
+            share = self._share_of_rank(key, name, pattern)
+        else:
+            share = [whole(self._infos[key])]
+            plan.boxes[key] = key, box_of(self._infos[key], None)
+            place = "cpu" if on_cpu else place
+        device = self._reached(place)
         plan.deferred = plan.deferred and (place == device or place in ("disk", "meta"))
         if device != "cpu":
             plan.devices[key] = device
-        slices[key] = share
-    if unpredictable:
-        plan.deferred = False
-        plan.kept.clear()
-        slices.clear()
-    elif load_config.hf_quantizer is None and writes:
-        merged_by = _merged_patterns(loading, load_config)
+        self._slices[key] = share
+        if share and pattern is None and place == device and self._is_kept(key, share):
+            plan.fates[key] = KEEP
+            plan.parameters[key] = name
+            plan.kept.update(one.key for one in share)
+        elif share:
+            plan.fates[key] = CONVERT
+
+    def _stays_on_disk(self, name: str) -> bool:
+        """Whether transformers discards what it reads of a parameter on disk: accelerate reads the
+        file itself, when it is needed."""
+        is_buffer = name in self._naming.buffers
+        return not is_buffer or getattr(self._config, "offload_buffers", False)
+
+    def _share_of_rank(self, key: str, name: str, pattern: str | None) -> list[TensorSlice]:
+        """The slices of a tensor that this rank will request."""
+        number = None
+        if pattern is not None:
+            number = self._members[name, pattern]
+            self._members[name, pattern] += 1
+        operation = self.shard_operation(self._naming.parameters[name])
+        share, boxes = _share_of(operation, self._infos[key], number)
+        self.plan.boxes.update(boxes)
+        return share
+
+    def _is_kept(self, key: str, share: Sequence[TensorSlice]) -> bool:
+        """Whether slices become a parameter as they are."""
+        dtype = self._dtypes[key]
+        is_whole = all(one.shape is None and one.index is None for one in share)
+        return is_whole and dtype is not None and dtype == known_dtype(self._infos[key].dtype)
+
+    def forget_slices(self) -> None:
+        """The parts that a rank needs are known only when it asks for them."""
+        self.plan.deferred = False
+        self.plan.kept.clear()
+        self._slices.clear()
+
+    def add_buffers(self) -> None:
+        """Plans memory for parameters that the checkpoint does not hold in their final form."""
+        plan, infos = self.plan, self._infos
+        parameters = self._naming.parameters
+        merged_by = _merged_patterns(self._loading, self._config)
         buffers = (
-            _buffer(patterns, merged_by, dtypes, plan.fates, infos)
-            for name, patterns in patterns_of.items()
-            if place_of(name) == "cpu" and not _is_dtensor(parameters.get(name))
+            _buffer(patterns, merged_by, self._dtypes, plan.fates, infos)
+            for name, patterns in self._patterns_of.items()
+            if self._place_of(name) == "cpu" and not _is_dtensor(parameters.get(name))
         )
         plan.buffers = [buffer for buffer in buffers if buffer is not None]
-    plan.buffers.sort(key=lambda b: min(FILE_ORDER(infos[kind.keys[0]]) for kind in b.kinds))
-    plan.written = {key for buffer in plan.buffers for key in buffer.keys}
-    plan.twins = _twins(model, parameters, patterns_of, plan.buffers, infos)
-    order = list(slices)
-    if plan.deferred:  # parameter by parameter
-        order = [key for patterns in patterns_of.values() for ks in patterns.values() for key in ks]
-    for key in order:
-        if key not in plan.written and key in slices:
-            plan.slices.setdefault(plan.devices.get(key, "cpu"), []).extend(slices[key])
-    return plan
+        plan.buffers.sort(key=lambda b: min(FILE_ORDER(infos[kind.keys[0]]) for kind in b.kinds))
+        plan.written = {key for buffer in plan.buffers for key in buffer.keys}
+        plan.twins = _twins(self._model, parameters, self._patterns_of, plan.buffers, infos)
+
+    def order_slices(self) -> None:
+        """Groups the slices that are read by themselves by device, in the order of requests."""
+        plan = self.plan
+        order = list(self._slices)
+        if plan.deferred:  # parameter by parameter
+            every = [patterns.values() for patterns in self._patterns_of.values()]
+            order = [key for patterns in every for keys in patterns for key in keys]
+        for key in order:
+            if key not in plan.written and key in self._slices:
+                device = plan.devices.get(key, "cpu")
+                plan.slices.setdefault(device, []).extend(self._slices[key])
 
 
 def _buffer(
