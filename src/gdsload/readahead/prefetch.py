@@ -20,6 +20,7 @@ from copy import copy
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdsload._native.ranges import bytes_of
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
@@ -175,19 +176,7 @@ class Prefetch(quiesce.Holder):
                 opened = self._opened()
             with opened as checkpoint:
                 self._goes_on()
-                if checkpoint.remote and self.tier == "pagecache":
-                    raise CheckpointError(
-                        f"{self.source}: tier='pagecache' is for files of this machine"
-                    )
-                ranges = byte_ranges_of(checkpoint, self._names)
-                if self.tier == "pagecache":
-                    wanted_bytes = sum(one.nbytes for one in ranges)
-                    ranges = fitting(ranges, self._limit_bytes)
-                    if self._limit_bytes is None:
-                        fitting_bytes = sum(one.nbytes for one in ranges)
-                        self._left_out_bytes = wanted_bytes - fitting_bytes
-                if self.tier == "pool" and (pool := current_pool()) is not None:
-                    pool.require(ranges)
+                ranges = self._ranges_of(checkpoint)
                 device = "cpu"
                 verify, backend = self._settings.verify, self._settings.backend
                 verifier = verifier_of(checkpoint, verify, self.report, self._goes_on)
@@ -201,20 +190,14 @@ class Prefetch(quiesce.Holder):
                     device=device,
                     claim=False,
                     maps=self.tier != "pool",
-                    expected_bytes=self._whole_bytes or sum(one.nbytes for one in ranges),
+                    expected_bytes=self._whole_bytes or bytes_of(ranges),
                     verifier=verifier,
                 ) as session:
                     self._goes_on()
                     self._read(session, ranges)
                     checkpoint.verify_unchanged()
                     if self.tier == "pagecache":
-                        self._resident_bytes = sum(
-                            page_cache.estimated_bytes(
-                                checkpoint.shards[one.shard].fd, one.offset, one.nbytes
-                            )
-                            for one in ranges
-                            if one.nbytes
-                        )
+                        self._resident_bytes = _resident_bytes(checkpoint, ranges)
         except GdsloadError as error:
             self._fail(error)
         except BaseException as error:
@@ -234,6 +217,21 @@ class Prefetch(quiesce.Holder):
             return nullcontext(checkpoint)
         return self._lookup.open(self._opens)
 
+    def _ranges_of(self, checkpoint: Checkpoint) -> list[ByteRange]:
+        """What to read, and has room. Raises CheckpointError, PlacementError."""
+        ranges = byte_ranges_of(checkpoint, self._names)
+        if self.tier == "pagecache":
+            if checkpoint.remote:
+                raise CheckpointError(
+                    f"{self.source}: tier='pagecache' is for files of this machine"
+                )
+            wanted, ranges = ranges, fitting(ranges, self._limit_bytes)
+            if self._limit_bytes is None:
+                self._left_out_bytes = bytes_of(wanted) - bytes_of(ranges)
+        elif self.tier == "pool" and (pool := current_pool()) is not None:
+            pool.require(ranges)
+        return ranges
+
     def _open_device(self) -> DeviceInit | None:
         """Starts to open the GPU, and to pin the ring that only the load will need."""
         if device_kind(self.report.device) != "cuda":
@@ -252,7 +250,7 @@ class Prefetch(quiesce.Holder):
             if self.tier == "pool":
                 batch.require_pool()
             with self._lock:
-                to_read_bytes = sum(one.nbytes for one in ranges)
+                to_read_bytes = bytes_of(ranges)
                 self._wanted_bytes = to_read_bytes + self._left_out_bytes
                 self._warm_bytes = max(to_read_bytes - batch.plan.read_bytes, 0)
                 if self._state == OPENING:
@@ -264,18 +262,7 @@ class Prefetch(quiesce.Holder):
             self.report.tensors = len(ranges)
             self.report.wanted_bytes = self._wanted_bytes
             with self.report.phase("read"):
-                watch = StallWatch()
-                while self._state == READING and not batch.look():
-                    if watch.stalled(batch.idle_seconds(), session.stall_seconds):
-                        raise StallError(
-                            f"{self.source}: no byte was read for {batch.idle_seconds():.0f} s",
-                            path=self.source,
-                            hint="stall_seconds sets the limit",
-                        )
-                    self._offer.note_progress(batch.idle_seconds())
-                    batch.pause(0, -1, _POLL_SECONDS)
-            if batch.error is not None:
-                raise batch.error
+                self._await(batch, session.stall_seconds)
             self._compared = session.verifier is None
             if not self._compared and self._state == READING:
                 with self.report.phase("verify"):
@@ -285,6 +272,25 @@ class Prefetch(quiesce.Holder):
                 self._fill_offer(batch, ranges, session.device)
         finally:
             batch.release()
+        self._await_others()
+
+    def _await(self, batch: PrefetchBatch, stall_seconds: float) -> None:
+        """Until all is read, or this ends. Raises StallError, ReadError and FileChanged."""
+        watch = StallWatch()
+        while self._state == READING and not batch.look():
+            if watch.stalled(batch.idle_seconds(), stall_seconds):
+                raise StallError(
+                    f"{self.source}: no byte was read for {batch.idle_seconds():.0f} s",
+                    path=self.source,
+                    hint="stall_seconds sets the limit",
+                )
+            self._offer.note_progress(batch.idle_seconds())
+            batch.pause(0, -1, _POLL_SECONDS)
+        if batch.error is not None:
+            raise batch.error
+
+    def _await_others(self) -> None:
+        """Raises PrefetchCancelled if one of them has not read all."""
         for other in self._others:
             while self._state == READING and not other._ended.wait(_OTHER_POLL_SECONDS):
                 pass
@@ -524,6 +530,16 @@ def _forget() -> None:
 lifecycle.in_child(_forget)
 # The interpreter stops daemon threads that wake up while it ends: they must have ended before.
 lifecycle.at_exit(lifecycle.PREFETCHES, _close_all)
+
+
+def _resident_bytes(checkpoint: Checkpoint, ranges: Sequence[ByteRange]) -> int:
+    """About how many bytes of these ranges are in the page cache."""
+    shards = checkpoint.shards
+    return sum(
+        page_cache.estimated_bytes(shards[one.shard].fd, one.offset, one.nbytes)
+        for one in ranges
+        if one.nbytes
+    )
 
 
 def prefetch(
