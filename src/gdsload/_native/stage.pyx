@@ -21,7 +21,7 @@ range of addresses that no real pointer has, and maps parts of it to device memo
 """
 
 cimport cython
-from cpython.pycapsule cimport PyCapsule_GetContext, PyCapsule_GetPointer, PyCapsule_New
+from cpython.pycapsule cimport PyCapsule_GetContext, PyCapsule_GetPointer
 from libc.errno cimport EFAULT, EINVAL, EIO, ENOBUFS, ENOMEM
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, qsort, realloc
@@ -691,11 +691,14 @@ cdef void poll_copies(Runner *self) noexcept nogil:
     while self.started > 0:
         first = copied_slot(self, 0)
         code = first.recorded
-        # Without an event the device is in a state in which it runs nothing any more.
         if code == CUDA_SUCCESS:
             code = self.stage.cuda.event_query(first.event)
         if code == CUDA_ERROR_NOT_READY:
             return
+        if code != CUDA_SUCCESS:
+            # The event has failed; the copies may still run, from slots and to memory that others
+            # use next. This refuses to wait only if the device runs nothing any more.
+            self.stage.cuda.stream_synchronize(self.stage.stream)
         end_first_copies(self, code)
 
 
