@@ -75,7 +75,7 @@ def once(source: Path) -> dict[str, Cost]:
             return plan_reads(byte_ranges_of(checkpoint), sizes, Limits())
 
         steps["plan"], planned = timed(plan)
-        steps["place"], views = timed(lambda: HostBuffers(planned).views(planned))
+        steps["place"], views = timed(lambda: HostBuffers(planned, {}.__getitem__).views())
         steps["hand over"], given = timed(lambda: make_tensors(infos, views))
         steps["let go"], _ = timed(given.clear)
         del views

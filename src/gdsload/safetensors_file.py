@@ -202,7 +202,7 @@ class safe_open:
 
     def _read(self, infos: list[TensorInfo], *, parts: bool = False) -> dict[str, torch.Tensor]:
         with self._lock:
-            if self._checkpoint.closed and self._checkpoint.shards:
+            if self._checkpoint.closed:
                 raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
             report = LoadReport(
                 self._checkpoint.source, device=self._device, on_event=self._on_event

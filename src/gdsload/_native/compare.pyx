@@ -11,10 +11,9 @@ cimport cython
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t, uintptr_t
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_load_flag, gds_store_flag
-from gdsload._native.pthreads cimport pthread_join, pthread_t, start_quiet_thread
+from gdsload._native.pthreads cimport run_threads
 
 cdef enum:
-    MOST_THREADS = 64
     # Of the first range. A thread takes 0.1 ms for it: longer than to take a piece, and nobody waits
     # much longer than others for the last one.
     PIECE_BYTES = 1048576
@@ -126,19 +125,8 @@ cdef class Comparison:
     def work(self, int threads=1):
         """Compares pieces with up to so many threads, this one among them, until none is left to be
         taken. Needs no GIL."""
-        cdef Job *job = &self.job
-        cdef pthread_t[MOST_THREADS] others
-        cdef int started = 0
-        cdef int64_t most = min(min(<int64_t>threads, <int64_t>MOST_THREADS), pieces_of(job))
         with nogil:
-            while started < most - 1:
-                if start_quiet_thread(&others[started], compare_pieces, job) != 0:
-                    break
-                started += 1
-            compare_pieces(job)
-            while started > 0:
-                started -= 1
-                pthread_join(others[started], NULL)
+            run_threads(compare_pieces, &self.job, min(<int64_t>threads, pieces_of(&self.job)))
 
     @property
     def equal(self):

@@ -24,10 +24,9 @@ from gdsload._native.first_touch cimport (
 )
 from gdsload._native.memory cimport UNIT_BYTES, CRegion
 from gdsload._native.page_choice cimport AUTO
-from gdsload._native.pthreads cimport pthread_join, pthread_t, start_quiet_thread
+from gdsload._native.pthreads cimport run_threads
 
 cdef enum:
-    MOST_THREADS = 64
     # Touched and copied at a time: it stays in the cache of one core. With 64 KiB to 256 KiB, reading
     # and casting 1.5 GB takes a sixth less time than with 2 MiB.
     STEP_BYTES = 262144
@@ -111,20 +110,6 @@ cdef void *copy_units(void *arg) noexcept nogil:
         copy_unit(self, number)
 
 
-cdef void run(Job *self, int threads) noexcept nogil:
-    """Does a job with up to so many threads, this one among them."""
-    cdef pthread_t[MOST_THREADS] others
-    cdef int started = 0
-    while started < min(<int64_t>threads, self.units) - 1:
-        if start_quiet_thread(&others[started], copy_units, self) != 0:
-            break
-        started += 1
-    copy_units(self)
-    while started > 0:
-        started -= 1
-        pthread_join(others[started], NULL)
-
-
 cdef int split(Job *self, list copies) except -1:
     """Fills `pieces` and `firsts`, which are large enough."""
     cdef uint64_t target, source, nbytes, part
@@ -155,7 +140,7 @@ cdef class Copier:
 
     def __cinit__(self, int threads):
         """``threads``: how many work at the same time, the caller among them; at most 64 do."""
-        self.threads = min(max(threads, 1), <int>MOST_THREADS)
+        self.threads = threads
         open_first_touch(&self.first_touch, AUTO)
 
     def __dealloc__(self):
@@ -191,7 +176,7 @@ cdef class Copier:
                 raise MemoryError(f"no memory for {pieces} pieces of copies")
             split(&job, ordered)
             with nogil:
-                run(&job, self.threads)
+                run_threads(copy_units, &job, min(<int64_t>self.threads, job.units))
         finally:
             free(job.pieces)
             free(job.firsts)

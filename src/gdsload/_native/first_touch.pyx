@@ -1,7 +1,7 @@
 """Reads into fresh host memory: each thread that reads also makes the memory ready for its read.
 
 A page that was never touched costs a page fault, which can take longer than reading the page. What
-it costs depends on the machine and changes within a load: a huge page takes 0.1 ms if the machine
+it costs depends on the machine and changes within a load: a huge page takes 0.2 ms if the machine
 has backed memory ready, and 5 ms if a hypervisor must find it first. So the threads measure both
 ways of making a unit of 2 MiB ready, by CPU time, and use the cheaper:
 
@@ -18,7 +18,7 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 from posix.mman cimport (
     MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE, PROT_READ, PROT_WRITE,
-    madvise, mmap, munmap,
+    madvise, mincore, mmap, munmap,
 )
 from posix.unistd cimport pread
 
@@ -35,9 +35,6 @@ from gdsload._native.pthreads cimport (
     cpu_ns, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy, pthread_cond_wait,
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
-
-cdef extern from "<sys/mman.h>" nogil:
-    int mincore(void *address, size_t length, unsigned char *resident)
 
 cdef enum:
     MADV_POPULATE_WRITE = 23     # of Linux 5.14 and newer
@@ -113,10 +110,7 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
         return 0
     took = touch_as_huge(memory.region, unit, &huge)
     pthread_mutex_lock(&self.lock)
-    if huge:
-        gds_add(&memory.huge_units, 1)
-    else:
-        gds_add(&memory.small_units, 1)
+    gds_add(&memory.huge_units if huge else &memory.small_units, 1)
     # Without a huge page, this is the time of one small page of 512.
     unit_took(&self.choice, 1, took if huge else <int64_t>NO_HUGE_PAGE_NS)
     self.touching -= 1

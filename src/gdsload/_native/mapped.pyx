@@ -38,9 +38,12 @@ from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
 from libc.string cimport memset
-from posix.fcntl cimport O_NOCTTY, O_NONBLOCK, O_RDONLY, POSIX_FADV_WILLNEED, open, posix_fadvise
+from posix.fcntl cimport (
+    O_CLOEXEC, O_NOCTTY, O_NONBLOCK, O_RDONLY, POSIX_FADV_WILLNEED, open, posix_fadvise,
+)
 from posix.mman cimport (
-    MADV_DONTNEED, MADV_HUGEPAGE, MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap, munmap,
+    MADV_DONTFORK, MADV_DONTNEED, MADV_HUGEPAGE, MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap,
+    munmap,
 )
 from posix.uio cimport iovec, pwritev
 from posix.unistd cimport close, pread
@@ -49,26 +52,14 @@ from gdsload._native.atomics cimport gds_load
 from gdsload._native.engine cimport Read
 from gdsload._native.memory cimport UNIT_BYTES
 from gdsload._native.page_choice cimport NO_HUGE_PAGE_NS, choose_huge, unit_took
-from gdsload._native.pages cimport advise, page_bytes, page_floor
+from gdsload._native.pages cimport advise, page_bytes, page_floor, pages_in_cache
 from gdsload._native.pthreads cimport (
     cpu_ns, monotonic_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_unlock,
 )
 
-cdef extern from "<fcntl.h>" nogil:
-    int O_CLOEXEC
-
-cdef extern from "<sys/mman.h>" nogil:
-    int MADV_DONTFORK
-
 cdef extern from "<sys/syscall.h>" nogil:
-    """
-    #ifndef SYS_cachestat
-    #define SYS_cachestat 451
-    #endif
-    """
     long SYS_memfd_create
-    long SYS_cachestat
 
 cdef extern from "<unistd.h>" nogil:
     long syscall(long number, ...)
@@ -256,12 +247,7 @@ cdef int64_t read_unit(
 
 cdef uint64_t present_bytes(const Read *read, uint64_t done, uint64_t length) noexcept nogil:
     """Bytes of the pages in the page cache of a part of a read; 0 if the kernel does not tell."""
-    cdef uint64_t[2] what
-    cdef uint64_t[5] found       # the first one is the number of pages in the cache
-    what[0], what[1] = read.offset + done, length
-    if syscall(SYS_cachestat, read.fd, what, found, 0) != 0:
-        return 0
-    return found[0] * page_bytes()
+    return max(pages_in_cache(read.fd, read.offset + done, length), 0) * page_bytes()
 
 
 cdef void find_present(const Read *read, uint8_t *present) noexcept nogil:

@@ -1,9 +1,25 @@
 # The page size, as the kernel reports it: 4 KiB on x86-64; 4, 16 or 64 KiB on arm64. The alignment
 # of direct I/O and of cuFile does not follow from it.
 
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from posix.mman cimport madvise
 from posix.unistd cimport _SC_PAGESIZE, sysconf
+
+cdef extern from * nogil:
+    """
+    #include <stdint.h>
+    #include <sys/syscall.h>
+    #include <unistd.h>
+    #ifndef SYS_cachestat
+    #define SYS_cachestat 451
+    #endif
+    static inline int64_t pages_in_cache(int fd, uint64_t offset, uint64_t length) {
+        uint64_t range[2] = {offset, length}, found[5];  /* found[0]: pages in the cache */
+        return syscall(SYS_cachestat, fd, range, found, 0) ? -1 : (int64_t)found[0];
+    }
+    """
+    # Pages of a range of a file in the page cache; -1 and errno if the kernel does not tell.
+    long long pages_in_cache(int fd, uint64_t offset, uint64_t length)
 
 cdef inline uint64_t page_bytes() noexcept nogil:
     return <uint64_t>sysconf(_SC_PAGESIZE)

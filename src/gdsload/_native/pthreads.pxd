@@ -75,3 +75,19 @@ cdef extern from * nogil:
 
 cdef enum:
     SIGNAL_WAIT_NS = 100000000  # Ctrl-C waits this long at most
+    MOST_THREADS = 64           # of `run_threads`
+
+cdef inline void run_threads(
+    void *(*work)(void *) noexcept nogil, void *arg, long long threads
+) noexcept nogil:
+    """Calls `work` in up to so many threads, this one among them, and waits for all of them."""
+    cdef pthread_t[MOST_THREADS] others
+    cdef int started = 0
+    while started < min(threads, <long long>MOST_THREADS) - 1:
+        if start_quiet_thread(&others[started], work, arg) != 0:
+            break
+        started += 1
+    work(arg)
+    while started > 0:
+        started -= 1
+        pthread_join(others[started], NULL)

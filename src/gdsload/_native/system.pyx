@@ -14,17 +14,10 @@ from posix.mman cimport (
 
 import os
 
-from gdsload._native.pages cimport page_bytes, page_floor
+from gdsload._native.pages cimport page_bytes, page_floor, pages_in_cache
 
 cdef extern from "<sys/syscall.h>" nogil:
-    """
-    #ifndef SYS_cachestat
-    #define SYS_cachestat 451
-    #endif
-    """
-    enum:
-        SYS_statx
-        SYS_cachestat
+    enum: SYS_statx
 
 cdef extern from "<unistd.h>" nogil:
     long syscall(long number, ...)
@@ -39,17 +32,6 @@ cdef enum:
     DIO_OFFSET_ALIGN_AT = 156
     # Pages checked by one mincore: 1 MiB of vector, 4 GiB of file where a page is 4 KiB.
     MINCORE_PAGES = 1048576
-
-cdef struct CachestatRange:
-    uint64_t off
-    uint64_t len
-
-cdef struct Cachestat:
-    uint64_t nr_cache
-    uint64_t nr_dirty
-    uint64_t nr_writeback
-    uint64_t nr_evicted
-    uint64_t nr_recently_evicted
 
 
 def direct_alignment(int fd):
@@ -98,15 +80,12 @@ def cachestat(int fd, uint64_t offset, uint64_t length):
     Raises OSError: ENOSYS on older kernels, EPERM if the caller neither owns the file nor may write
     to it.
     """
-    cdef CachestatRange what
-    cdef Cachestat found
-    cdef long answer
-    what.off, what.len = offset, length
+    cdef int64_t pages
     with nogil:
-        answer = syscall(SYS_cachestat, fd, &what, &found, 0)
-    if answer != 0:
+        pages = pages_in_cache(fd, offset, length)
+    if pages < 0:
         raise OSError(errno, os.strerror(errno))
-    return found.nr_cache
+    return pages
 
 
 cdef int untouched_count = -1    # the answer of `counts_untouched`; -1: it was not asked
@@ -128,7 +107,7 @@ cdef int counts_untouched(uint64_t page) noexcept nogil:
 
 
 def mincore_pages(int fd, uint64_t offset, uint64_t length):
-    """The same by mincore, through a mapping of the range: for kernels before cachestat.
+    """`cachestat` by mincore, through a mapping of the range: for kernels before it.
 
     Raises OSError: EOPNOTSUPP if mincore counts every mapped page, as in gVisor.
     """

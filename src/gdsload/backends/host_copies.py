@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gdsload._native import threads
 from gdsload._native.pump import throttle
-from gdsload.backends.base import Memory, OpenFile, Registration
+from gdsload.backends.base import NO_NUMBERS, Memory, OpenFile, Registration
 from gdsload.backends.posix.backend import DEPTH, RING_BYTES, SLOT_BYTES
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallError
@@ -94,7 +94,7 @@ def copy_to_device(
 def _copy(
     pipeline: StagingPipeline, device: str, copies: Sequence[HostCopy], owners: object
 ) -> None:
-    file = Registration(OpenFile("host memory", threads.HOST_MEMORY, 0), (-1, -1))
+    file = Registration(OpenFile("host memory", threads.HOST_MEMORY, 0), NO_NUMBERS)
     shares, transfers = shares_and_reads(copies, pipeline.ring.native.slot_bytes)
     start, nbytes, _ = shares[-1]
     memory = Memory(VRAM, 0, start + nbytes, device=device, shares=shares)

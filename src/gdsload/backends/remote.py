@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload._native.fetch import Fetch
 from gdsload._native.pump import Pump
 from gdsload.backends.base import (
+    NO_NUMBERS,
     BackendStatus,
     Failure,
     Memory,
@@ -115,7 +116,7 @@ class RemoteBackend(PumpBackend):
         if (facts := what.remote.facts()) is not None:
             self._counted[number] = Counter(facts.paths)
             self._before[number] = Counter(facts.failovers)
-        return Registration(what._replace(fd=number), (-1, -1))
+        return Registration(what._replace(fd=number), NO_NUMBERS)
 
     def _adapt(self, storage: Storage) -> None:
         """Suits the requests to the storage, as far as the user did not and none was made."""

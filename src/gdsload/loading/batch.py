@@ -52,6 +52,7 @@ from gdsload.system.torch_thread import copying
 if TYPE_CHECKING:
     import torch
 
+    from gdsload._native.memory import Pool
     from gdsload.loading.integrity import Block
     from gdsload.memory.host_pool import PoolBuffers
     from gdsload.planning.tensor_slices import TensorSlice
@@ -141,7 +142,15 @@ class Batch:
         pool = current_pool() if self.session.uses_pool else None
         intake = None if pool is None else pool.allocate(self.plan)
         self._end_intake = None if intake is None else intake.end
-        return self._in_buffers(intake or HostBuffers(self.plan, None, self.session.mapping_of))
+        return self._in_buffers(intake or self._host_buffers())
+
+    def _host_buffers(self, pool: Pool | None = None) -> HostBuffers:
+        """Memory for the targets of the plan, from `pool` first. Raises PlacementError."""
+        try:
+            return HostBuffers(self.plan, self.session.mapping_of, pool)
+        except PlacementError as error:
+            text = f"{self.session.checkpoint.source}: {error}"
+            raise PlacementError(text, missing_bytes=error.missing_bytes) from error
 
     def require_pool(self) -> None:
         """Raises PlacementError if the bytes are not read into the host pool."""
@@ -154,7 +163,7 @@ class Batch:
 
     def _in_buffers(self, buffers: HostBuffers | PoolBuffers) -> list[Memory]:
         """The memory of these buffers; their views are added to those of the batch."""
-        self.views.update(buffers.views(self.plan))
+        self.views.update(buffers.views())
         return [
             Memory(DRAM, start.region.address + start.offset, target.length, start.region)
             for target, start in zip(self.plan.targets, buffers.starts, strict=True)

@@ -335,7 +335,7 @@ def claim_ranges(
     return claims, used
 
 
-def waiting_on(
+def prefetched_to(
     device: str,
     checkpoint: Checkpoint,
     ranges: Iterable[ByteRange],

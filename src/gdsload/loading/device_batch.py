@@ -371,7 +371,7 @@ def copy_from_host(device: str, found: Sequence[HostBytes]) -> None:
     for source, each in zip(sources, found, strict=True):
         byte_view(each.tensor, each.offset, each.nbytes).copy_(source, non_blocking=pinned)
     if pinned:
-        _torch_cuda().current_stream(device).synchronize()
+        synchronize(device)
 
 
 def byte_view(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

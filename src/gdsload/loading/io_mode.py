@@ -173,9 +173,8 @@ class ShardAccess:
         """Registers shards with the backend, each once. Raises ReadError if cache="direct" and a
         file cannot be read directly."""
         new = [shard for shard in shards if self._registered[shard] is None]
-        if self.cache in ("auto", "direct"):
-            local = [shard for shard in new if self._checkpoint.shards[shard].remote is None]
-            self._open_direct([shard for shard in local if shard not in self._direct_fds])
+        if self.cache in ("auto", "direct") and not self._remote:
+            self._open_direct([shard for shard in new if shard not in self._direct_fds])
         for shard in new:
             self._register(backend, shard)
 

@@ -69,10 +69,8 @@ def verifier_of(
 
 def remote_backend_of(checkpoint: Checkpoint) -> str:
     """The name of the backend that reads a checkpoint elsewhere; "" for files of this machine."""
-    for shard in checkpoint.shards:
-        if shard.remote is not None:
-            return shard.remote.backend
-    return ""
+    remote = checkpoint.shards[0].remote  # then all are elsewhere
+    return "" if remote is None else remote.backend
 
 
 def _by_shard(

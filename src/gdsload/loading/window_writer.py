@@ -26,7 +26,7 @@ from gdsload.loading.accounting import count_pages
 from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.session import Session
 from gdsload.loading.whole_tensors import post
-from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
+from gdsload.memory.host_buffers import BufferView, current_pool
 from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, grouped, ranges_of
 from gdsload.planning.tensor_slices import PartName, rows_of
 from gdsload.system.torch_thread import copying
@@ -85,7 +85,7 @@ class _WindowBatch(Batch):
     def _take_memory(self) -> list[Memory]:
         if current_pool() is not None:  # the host pool stores the bytes for later loads
             return super()._take_memory()
-        return self._in_buffers(HostBuffers(self.plan, self._pool, self.session.mapping_of))
+        return self._in_buffers(self._host_buffers(self._pool))
 
 
 class WindowWriter:
@@ -195,13 +195,13 @@ class WindowWriter:
                 target = target[part.at]
             view = batch.views.get(part.info.name)
             copy = None if view is None else self._copy_of(part, target, view)
-            is_there = self._is_there(part, copy)
+            shares = self._shares_twin(part, copy)
             if copy is None or view is None:
                 others.append((part, target))
                 copy = self._touch_of(target)
             else:
                 copied.append((view, part.info.nbytes))
-            if copy is not None and not is_there:
+            if copy is not None and not shares:
                 copies.append(copy)
         region = None if self._fresh is None else self._fresh.handle()
         count_pages(self.session.report, *self._copier.copy(copies, region))
@@ -213,8 +213,9 @@ class WindowWriter:
             with copying():
                 target.copy_(tensor if part.index is None else tensor[part.index])
 
-    def _is_there(self, part: CopyPart, copy: Copy | None) -> bool:
-        """Whether other memory has what `copy` would write, and stands for it."""
+    def _shares_twin(self, part: CopyPart, copy: Copy | None) -> bool:
+        """Whether the memory of a twin has what `copy` would write, and stands for this part. If it
+        does no longer, the tensor gets memory of its own."""
         return False
 
     def _copy_of(self, part: CopyPart, target: torch.Tensor, view: BufferView) -> Copy | None:

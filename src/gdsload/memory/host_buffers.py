@@ -42,28 +42,27 @@ class HostBuffers:
     def __init__(
         self,
         plan: ReadPlan,
+        mapping_of: Callable[[int], Region],
         pool: Pool | None = None,
-        mapping_of: Callable[[int], Region] | None = None,
     ) -> None:
         """Reserves address space; memory is taken as the reads progress.
 
         Args:
             plan: the reads to make room for.
+            mapping_of: returns the mapping of a whole shard, by its number, for mapped targets.
             pool: regions that were used before and are reused first.
-            mapping_of: returns the mapping of a whole shard, by its number. Only needed for a plan
-                with mapped targets.
 
         Raises:
             PlacementError: the plan reads more than the machine or its cgroup has available.
         """
-        mapped = plan.mapped_targets if mapping_of is not None else frozenset()
+        self._plan, mapped = plan, plan.mapped_targets
         needed = plan.buffer_bytes - (pool.idle if pool is not None else 0)
         take = Region.anonymous if pool is None else pool.take
         self.starts: list[BufferView] = []
         own: dict[Region, int] = {}
         try:
             for number, target in enumerate(plan.targets):
-                if mapping_of is not None and number in mapped:
+                if number in mapped:
                     self.starts.append(BufferView(mapping_of(target.shard), target.offset))
                 else:
                     own[region := take(target.length)] = target.length
@@ -74,8 +73,9 @@ class HostBuffers:
             take_room(own, needed)
 
     @collector_paused()
-    def views(self, plan: ReadPlan) -> dict[str, BufferView]:
+    def views(self) -> dict[str, BufferView]:
         """The memory of each byte range of the plan, by name. Empty ranges are left out."""
+        plan = self._plan
         regions = [start.region for start in self.starts]
         make = tuple.__new__
         views = {

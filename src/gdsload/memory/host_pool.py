@@ -107,11 +107,11 @@ class PoolBuffers:
         ]
         self._private = lend(segment.fd, 0, segment.length, False)
 
-    def views(self, plan: ReadPlan) -> dict[str, BufferView]:
+    def views(self) -> dict[str, BufferView]:
         """The memory of each byte range of the plan, by name. Empty ranges are left out."""
         return {
             name: BufferView(self._private, self._offsets[location.target] + location.offset)
-            for name, location in plan.locations.items()
+            for name, location in self._plan.locations.items()
             if location.target >= 0
         }
 

@@ -72,7 +72,6 @@ class AutoBackend(Backend):
     """The candidates of one load into one device."""
 
     name: ClassVar[str] = "auto"
-    memory_kinds: ClassVar[frozenset[str]] = frozenset({VRAM})
 
     def __init__(self, device: str = "cuda:0", wanted_bytes: int = 0, **options: Any) -> None:
         """Makes the last candidate; it is not opened yet.

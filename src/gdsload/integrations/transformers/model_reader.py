@@ -37,7 +37,7 @@ from gdsload.integrations.transformers.shared_queue import SharedQueue
 from gdsload.integrations.transformers.stand_ins import open_checkpoint, opened_as, original
 from gdsload.integrations.transformers.tied_weights import TiedWeights
 from gdsload.loading import device_batch
-from gdsload.loading.claims import waiting_on
+from gdsload.loading.claims import prefetched_to
 from gdsload.loading.page_cache_fill import FILL_SHARE
 from gdsload.loading.session import Session, verifier_of
 from gdsload.loading.settings import ReadSettings
@@ -261,7 +261,7 @@ class ModelReader:
         for device in self._device_queues:
             keys = [key for key in plan.parameters if plan.devices.get(key) == device]
             ranges = part_ranges(whole(self.checkpoint.tensors[key]) for key in keys)
-            names = waiting_on(device, self.checkpoint, ranges, seconds, self.report)
+            names = prefetched_to(device, self.checkpoint, ranges, seconds, self.report)
             found.update(plan.parameters[name] for name in names)
         return found
 

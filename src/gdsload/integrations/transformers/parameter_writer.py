@@ -70,7 +70,7 @@ class ParameterWriter(WindowWriter):
                 self.taken_tensors += 1
             return part
 
-    def _is_there(self, part: CopyPart, copy: Copy | None) -> bool:
+    def _shares_twin(self, part: CopyPart, copy: Copy | None) -> bool:
         import torch
 
         twin = self.buffers.twin_of(part.key)
