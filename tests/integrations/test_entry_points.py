@@ -179,6 +179,13 @@ def test_keywords_are_passed_to_transformers(qwen: Path) -> None:
         require_same(stock, ours)
 
 
+def test_keyword_of_auto_classes_finds_the_config_and_goes_no_further(qwen: Path) -> None:
+    """A class of transformers refuses it."""
+    assert type(gdsload.from_pretrained(qwen, code_revision="main")).__name__ in (
+        gdsload.from_pretrained(qwen).config.architectures
+    )
+
+
 def test_renamed_keys_and_mismatched_shapes_equal_transformers(qwen: Path, tmp_path: Path) -> None:
     shutil.copytree(qwen, tmp_path / "m")
     for path in (tmp_path / "m").glob("*.safetensors"):

@@ -18,7 +18,12 @@ import gdsload
 import tinymodels
 from gdsload._native.compare import Comparison
 from gdsload.integrations.transformers import tied_weights
-from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
+from gdsload.integrations.transformers.parameter_buffers import (
+    CAST,
+    Kind,
+    ParameterBuffers,
+    buffer_of,
+)
 from gdsload.integrations.transformers.tied_weights import (
     TIED_EQUAL,
     TiedWeights,
@@ -238,6 +243,23 @@ def test_replaced_parameters_are_compared_again(comparing: list[str]) -> None:
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+@pytest.mark.parametrize("name", ["source", "target"])
+def test_parameters_that_got_other_memory_are_compared_again(
+    comparing: list[str], name: str
+) -> None:
+    model = loaded(Tied())
+    getattr(model, name).data = torch.zeros(64)  # as by `to`: it counts as no write
+    assert not tied_equal(model.source, model.target)
+    assert comparing == ["compared"] * 2
+
+
+def test_tensors_of_inference_are_compared() -> None:
+    with torch.inference_mode():
+        one, other = torch.ones(3), torch.ones(3)
+    assert tied_equal(one, other)
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
 def test_unequal_parameters_are_left_to_transformers(comparing: list[str]) -> None:
     model = Tied()
     model.target.data[0] = 2
@@ -348,6 +370,18 @@ def test_twin_of_many_units_differs_in_the_middle_of_one(
     twins.tensors[EMBEDDINGS][row, 0] = 7.0
     assert not tied(twins.load(window_bytes=200_000))
     assert len(separated) == 1
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_twins_without_dimensions(equal: bool) -> None:
+    buffers = [buffer_of([Kind((name,), ())], torch.float32, CAST) for name in ("one", "other")]
+    with ParameterBuffers([each for each in buffers if each], {"other": "one"}) as places:
+        places.part_of("one").fill_(5)
+        if not equal:
+            places.separate("other", 0)
+            places.part_of("other").fill_(7)
+        assert places.give("one") == 5
+        assert places.give("other") == (5 if equal else 7)
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")

@@ -145,6 +145,8 @@ def from_pretrained(
         if cls is None:
             with report.phase("import transformers"):  # which takes nearly all of it
                 cls = architecture(path, **kwargs)
+            if not hasattr(cls, "_model_mapping"):
+                kwargs.pop("code_revision", None)  # only Auto classes know it
             cancellation.check()
         with (
             held(hooks.outer_report, report),

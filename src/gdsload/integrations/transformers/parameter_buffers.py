@@ -174,8 +174,9 @@ class ParameterBuffers:
     def separate(self, key: str, rows: int) -> None:
         """Gives a tensor memory of its own, and copies so many first rows of its twin to it."""
         _, twin = self._twins.pop(key)
-        with copying():
-            self._unwritten[key][:rows].copy_(twin[:rows])
+        if rows:  # else it may have no dimension
+            with copying():
+                self._unwritten[key][:rows].copy_(twin[:rows])
 
     def give(self, key: str) -> torch.Tensor | None:
         """The written part of a tensor, or its twin's memory, once."""

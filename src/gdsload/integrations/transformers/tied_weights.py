@@ -78,40 +78,54 @@ def twin_pairs(model: Any) -> list[tuple[str, str]]:
     return [pair for pair in pairs if all(uses[name] == 1 for name in pair)]
 
 
-def _compare(comparison: Comparison, *_tensors: torch.Tensor) -> None:
-    """What the thread does. It holds the tensors, whose memory is compared."""
+def _compare(comparison: Comparison, *_storages: torch.UntypedStorage) -> None:
+    """What the thread does. It holds the memory that is compared: a tensor may get other memory."""
     comparison.work()
 
 
-class _Pair:
-    """A target and its source, which are being compared."""
+class _Work:
+    """The comparison of two tensors. It begins at once, in a thread."""
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, are_equal: bool = False) -> None:
-        """Begins to compare them in another thread, if it is not known that they `are_equal`."""
-        from torch.utils.weak import TensorWeakRef
-
-        self._source = TensorWeakRef(source)
-        self._versions = _versions(source, target)
-        self._are_equal = are_equal
-        self._comparison = None if are_equal else _comparison(source, target)
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self._comparison = _comparison(one, other)
         self._thread = None
         if self._comparison is not None:
-            work = partial(_compare, self._comparison, source, target)
-            self._thread = start_thread(work, "gdsload-compare")
-
-    def is_of(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether these are the tensors that are compared, and nobody has written to them."""
-        return self._source() is source and self._versions == _versions(source, target)
+            storages = one.untyped_storage(), other.untyped_storage()
+            compare = partial(_compare, self._comparison, *storages)
+            self._thread = start_thread(compare, "gdsload-compare")
 
     def equal(self) -> bool:
-        """True if both have the same bytes and no NaN; False proves nothing. The tensors are still
-        there."""
+        """True if both, which are still there, have the same bytes and no NaN. False proves
+        nothing."""
         if self._comparison is None:
-            return self._are_equal
+            return False
         self._comparison.work()
         if self._thread is not None:
             self._thread.join()
         return self._comparison.equal
+
+
+class _Pair:
+    """A target and its source, two plain tensors, which are being compared."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        from torch.utils.weak import TensorWeakRef
+
+        self._source = TensorWeakRef(source)
+        self._state = _state(source, target)
+        # No other memory gets their addresses.
+        self._storages = source.untyped_storage(), target.untyped_storage()
+        # Twins have one memory, and no NaN.
+        are_twins = source.nbytes > 0 and source.data_ptr() == target.data_ptr()
+        self._work = None if are_twins else _Work(source, target)
+
+    def is_of(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Whether these are the tensors that are compared, and nobody has written to them."""
+        return self._source() is source and self._state == _state(source, target)
+
+    def equal(self) -> bool:
+        """As of `_Work`."""
+        return self._work is None or self._work.equal()
 
 
 class TiedWeights:
@@ -138,9 +152,7 @@ class TiedWeights:
                 continue
             if not (_is_plain(source) and _is_plain(target)):
                 continue
-            # Twins have no NaN.
-            are_twins = source.nbytes > 0 and source.data_ptr() == target.data_ptr()
-            _pairs()[target] = _Pair(source, target, are_twins)
+            _pairs()[target] = _Pair(source, target)
 
 
 @cache
@@ -154,11 +166,11 @@ def _pairs() -> WeakTensorKeyDictionary:
 def tied_equal(source: torch.Tensor, target: torch.Tensor) -> bool:
     """True if two parameters have the same bytes and no NaN; False proves nothing."""
     pair: _Pair | None = _pairs().pop(target, None)  # type: ignore[no-untyped-call]
-    if pair is None or not pair.is_of(source, target):
-        pair = _Pair(source, target)
-    return pair.equal()
+    if pair is not None and pair.is_of(source, target):
+        return pair.equal()
+    return _Work(source, target).equal()
 
 
-def _versions(source: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
-    """They change with each write to the tensors."""
-    return source._version, target._version
+def _state(source: torch.Tensor, target: torch.Tensor) -> tuple[int, ...]:
+    """What changes with each write to the tensors, and if they get other memory."""
+    return source._version, target._version, source.data_ptr(), target.data_ptr()
