@@ -318,12 +318,12 @@ def load_into(
         verifier = verifier_of(checkpoint, verify, report)
         with report.phase("match"):
             wanted = wanted_tensors(checkpoint.infos(names), slices)
-            found = destinations.matched(wanted, targets, rename)
+            found = destinations.matched(checkpoint.source, wanted, targets, rename)
             report.missing = found.missing if names is None else []
             report.unexpected = found.unexpected
             if strict:
                 destinations.require_all(checkpoint.source, report.missing, report.unexpected)
-            by_device = destinations.by_device(found.destinations, only)
+            by_device = destinations.by_device(checkpoint.source, found.destinations, only)
         report.device = ",".join(by_device)
         report.fates = found.fates()
         report.tensors = len(found.destinations)

@@ -279,12 +279,16 @@ def test_engine_without_memory_for_its_trial_is_tried_again(
     class NoMemory:
         @staticmethod
         def anonymous(nbytes: int) -> None:
-            raise MemoryError("no address space")
+            raise MemoryError("no address space (ulimit -v)")
 
     monkeypatch.setattr(engines, "_tried", {})
     with monkeypatch.context() as short:
         short.setattr(engines, "Region", NoMemory)
         assert "no address space" in str(engines.try_engine("threads"))
+        for engine in ("threads", "linuxaio"):
+            assert "ulimit -l" not in str(engines.try_engine(engine))
+        with pytest.raises(gdsload.BackendUnavailable, match="cannot be opened: no address space"):
+            PosixBackend()._first_engine(engines.ENGINES)
     assert engines.try_engine("threads").usable
 
 

@@ -23,6 +23,7 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.errors import (
     CheckpointError,
     FileChanged,
+    GdsloadError,
     PartialLoad,
     PlacementError,
     ReadError,
@@ -296,9 +297,13 @@ def test_unfit_target_raises_before_anything_is_written(
     good = torch.zeros(3, 100, 100)
     if isinstance(targets, dict):
         targets = {"large": good} | targets
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as caught:
         gdsload.load_into(targets, path, names=["large", *names])
     assert not good.any()
+    if issubclass(error, GdsloadError):
+        assert str(caught.value).startswith(f"{path}: ")
+    if error is CheckpointError:
+        assert (caught.value.path, caught.value.tensor) == (str(path), "q")
 
 
 def test_target_without_elements_is_loaded_whatever_its_strides(path: Path) -> None:

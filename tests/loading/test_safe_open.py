@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 import descriptors
 import gdsload
 from gdsload import safetensors_file, warmup
+from gdsload.errors import ShortRead
 from waiting import wait_for
 
 ROWS, COLUMNS = 64, 1000
@@ -139,3 +141,15 @@ def test_index_that_copies_is_not_copied_again(
     monkeypatch.setattr(safetensors_file, "copied", never)
     with gdsload.safe_open(path, cache="buffered") as opened:
         assert torch.equal(opened.get_slice("w")[torch.tensor([1, 5])], expected[[1, 5]])
+
+
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+def test_read_behind_the_end_of_a_file_does_not_say_where_it_is(tmp_path: Path, cache: str) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({name: torch.zeros(8 << 20, dtype=torch.uint8) for name in "ab"}, path)
+    with gdsload.safe_open(path, "pt", cache=cache) as opened:
+        opened.get_tensor("a")
+        os.truncate(path, 1 << 20)
+        with pytest.raises(ShortRead, match=r"ended at byte \d+ or before, while") as caught:
+            opened.get_tensor("b")
+    assert caught.value.got == 0

@@ -275,3 +275,16 @@ def test_sources_without_a_scheme_that_is_read_are_left(
     assert "not this one" in gdsload.last_report().refusals["ftp://host/model"]
     with pytest.raises(CheckpointError, match="not this one"):
         gdsload.load_file(gdsload.replicas("ftp://host/model"))
+
+
+def test_files_without_a_directory_and_names_in_bytes_are_sources(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = sorted(tiny_checkpoint.glob("*.safetensors"))[0]
+    other = tmp_path / "other" / file.name
+    other.parent.mkdir()
+    shutil.copy(file, other)
+    monkeypatch.chdir(tiny_checkpoint)
+    wanted = gdsload.load_file(file)
+    require_equal(gdsload.load_file(gdsload.replicas(file.name, other)), wanted)
+    require_equal(gdsload.load_file(gdsload.replicas(bytes(file), bytes(other))), wanted)

@@ -27,9 +27,10 @@ def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> Read
     tensor, got = tensor_at(plan, transfer), failure.got
     facts: dict[str, Any] = {"path": path, "offset": offset, "wanted": wanted, "got": got}
     if failure.errno == 0 and not failure.text:
+        before = "" if got else " or before"  # a read that begins behind the end gets nothing
         return ShortRead(
-            f"{path}: the file ended at byte {offset + got}, while bytes up to {offset + wanted}"
-            f" were read for tensor {tensor!r}",
+            f"{path}: the file ended at byte {offset + got}{before}, while bytes up to"
+            f" {offset + wanted} were read for tensor {tensor!r}",
             hint="it was truncated after it was opened",
             **facts,
         )

@@ -112,7 +112,8 @@ def split_file(url: str) -> tuple[str, str]:
             raise CheckpointError(f"{without_secrets(url)}: these files have different names")
         return replicas(*folders), names[0]
     if not is_url(url):
-        return os.path.split(url)
+        folder, name = os.path.split(url)
+        return folder or os.curdir, name
     parts = split_url(url)
     directory, _, name = parts.path.rpartition("/")
     return parts._replace(path=directory).geturl(), unquote(name)
@@ -140,7 +141,7 @@ def replicas(*sources: str | os.PathLike[str]) -> str:
         >>> source = gdsload.replicas("s3://bucket/model", "/models/model")
         >>> tensors = gdsload.load_file(source)
     """
-    texts = [os.fspath(source) for source in sources]
+    texts = [os.fsdecode(source) for source in sources]
     parts = [part for text in texts for part in sources_of(text) or [text]]
     if not parts or any("|" in part or not part for part in parts):
         names = list(map(shown_source, parts))

@@ -124,7 +124,8 @@ class PosixBackend(PumpBackend):
     def _first_engine(self, names: Sequence[str]) -> str:
         engine = first_working(names, self.refusals)
         if not engine:
-            raise BackendUnavailable("no engine of backend 'posix' works here", self.refusals)
+            why = "; ".join(self.refusals.values())
+            raise BackendUnavailable(f"no engine of 'posix' works here: {why}", self.refusals)
         return engine
 
     def limits(self, device: str = "cpu") -> Limits:

@@ -54,7 +54,7 @@ _HINTS_OF = {
     ("uring", errno.ENOMEM): "raise the limit on locked memory (ulimit -l)",
     ("linuxaio", errno.EAGAIN): "raise fs.aio-max-nr",
 }
-_MORE_THREADS = "raise the limits on processes (ulimit -u, pids.max)"
+_MORE_THREADS = "raise the limits on processes and address space (ulimit -u, ulimit -v, pids.max)"
 
 
 def first_working(names: Sequence[str], refusals: dict[str, str]) -> str:
@@ -142,4 +142,6 @@ def unopened(engine: str, error: OSError) -> Support:
     hint = _HINTS_OF.get((engine, code)) or _HINTS.get(code, "")
     if code == errno.EAGAIN and (engine == "threads" or "no thread" in why):
         hint = _MORE_THREADS
+    elif "no address space" in why:  # a limit that its memory meets before that of the engine
+        hint = ""
     return Support(False, (why,), hint)
