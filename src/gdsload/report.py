@@ -70,7 +70,8 @@ class LoadReport:
         choice: Which backend read cold bytes, and why.
         tensors: Number of tensors.
         wanted_bytes: Size of these tensors, in bytes.
-        read_bytes: Bytes that were read, gaps between tensors included.
+        read_bytes: Bytes that were read, gaps between tensors included. Reads into the page cache
+            count bytes that were there: see `page_cache`.
         ranks: The number of ranks that shared the reads, 0 if this process read alone.
         received_bytes: Bytes that this rank received from other ranks.
         cached_bytes: Bytes of files elsewhere that the local cache had (`cache_dir` of a URL).
