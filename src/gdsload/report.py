@@ -70,8 +70,8 @@ class LoadReport:
         choice: Which backend read cold bytes, and why.
         tensors: Number of tensors.
         wanted_bytes: Size of these tensors, in bytes.
-        read_bytes: Bytes that were read, gaps between tensors included. Reads into the page cache
-            count bytes that were there: see `page_cache`.
+        read_bytes: Bytes that were read, gaps between tensors included. Of a file that is partly in
+            the page cache, units of 2 MiB that are wholly there are not read.
         ranks: The number of ranks that shared the reads, 0 if this process read alone.
         received_bytes: Bytes that this rank received from other ranks.
         cached_bytes: Bytes of files elsewhere that the local cache had (`cache_dir` of a URL).
@@ -89,7 +89,7 @@ class LoadReport:
             before. "" if there was nothing to decide: nothing was read, or the load could not fill
             it, with `page_cache` "keep" or "drop", checksums or a host pool, into VRAM, from
             elsewhere, or by another engine than `threads`.
-        paths: Bytes by I/O path, "backend/engine/mode".
+        paths: Bytes by I/O path, "backend/engine/mode"; "mapped" if they were in the page cache.
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.
         refusals: Why a faster alternative was not used, by its name.

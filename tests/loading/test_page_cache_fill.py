@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import resource
@@ -100,8 +101,13 @@ def test_file_with_gaps_in_the_page_cache_is_completed(several_streams: Path, pa
             offset += length + gaps.randrange(1, 8 << 20)
     with several_streams.open("rb") as file:
         assert page_cache.residency(file.fileno(), size) == "some"
+    before = bytes_from_disk()
     found = gdsload.load_file(several_streams, page_cache="fill", options={"pages": pages})
-    assert gdsload.last_report().paths.keys() == {"posix/threads/mapped"}
+    report = gdsload.last_report()
+    assert report.paths.keys() == {"posix/threads/mapped", "mapped"}
+    assert sum(report.paths.values()) >= report.wanted_bytes
+    assert report.read_bytes == report.paths["posix/threads/mapped"] < size
+    assert bytes_from_disk() - before <= size - report.paths["mapped"] + mmap.PAGESIZE
     expected = safetensors.torch.load_file(several_streams)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

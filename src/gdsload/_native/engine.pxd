@@ -28,6 +28,7 @@ cdef struct FreshMemory:
     int64_t huge_units    # units of UNIT_BYTES touched as a huge page, and as small ones
     int64_t small_units
     int64_t bounced_bytes # bytes that were read to a bounce buffer and copied
+    int64_t present_bytes # of a mapping: bytes that were in the page cache, and were not read
 
 cdef struct Read:
     int fd                # open descriptor to read from
@@ -35,7 +36,7 @@ cdef struct Read:
     int buffer            # index of the buffer passed to `open` that holds `address`, or -1
     int io_mode           # one of the above
     char *address
-    FreshMemory *memory   # that `address` lies in; NULL: it is ready to be read into
+    FreshMemory *memory   # that `address` lies in; NULL: it is ready to be read into. MAPPED has it
     uint64_t length       # bytes, at most 1 GiB
     uint64_t offset       # bytes from the start of the file
     uint64_t cookie       # returned by reap

@@ -48,7 +48,7 @@ from posix.mman cimport (
 from posix.uio cimport iovec, pwritev
 from posix.unistd cimport close, pread
 
-from gdsload._native.atomics cimport gds_load
+from gdsload._native.atomics cimport gds_add, gds_load
 from gdsload._native.engine cimport Read
 from gdsload._native.memory cimport UNIT_BYTES
 from gdsload._native.page_choice cimport NO_HUGE_PAGE_NS, choose_huge, unit_took
@@ -271,6 +271,8 @@ cdef int map_present(const Read *read, Stream *stream, uint64_t done, uint64_t l
     cdef int64_t began = cpu_ns()
     if populate(read.address + done, length) != 0:
         return 0
+    if read.memory != NULL:
+        gds_add(&read.memory.present_bytes, <int64_t>length)
     stream.until = done + length
     stream.measured += length
     stream.measured_ns += cpu_ns() - began

@@ -231,7 +231,7 @@ cdef void describe(Op *op, Read *read) noexcept nogil:
         read.length = op.wanted - start
     read.address = op.address + start
     read.memory = &op.memory
-    if op.memory.region == NULL or op.memory.region.touched == NULL:
+    if op.memory.region == NULL or (op.memory.region.touched == NULL and read.io_mode != MAPPED):
         read.memory = NULL
     read.offset = op.offset + start
     read.buffer = op.buffer

@@ -171,7 +171,7 @@ cdef class Request:
             op.error = op.retried = 0
             op.posted_ns = op.done_ns = 0
             op.memory.huge_units = op.memory.small_units = 0
-            op.memory.bounced_bytes = 0
+            op.memory.bounced_bytes = op.memory.present_bytes = 0
             op.direct = (
                 op.io_mode == DIRECT
                 and file.direct_fd >= 0
@@ -383,8 +383,9 @@ cdef class Request:
         return direct, buffered, short_reads, retries
 
     def touched(self):
-        """(units touched as huge pages, as small pages, bytes that went through bounce buffers)."""
-        cdef int64_t huge = 0, small = 0, bounced = 0
+        """(units touched as huge pages, as small pages, bytes that went through bounce buffers, and
+        those of mappings that were in the page cache before, and were not read)."""
+        cdef int64_t huge = 0, small = 0, bounced = 0, present = 0
         cdef Op *op
         cdef int i
         for i in range(self.request.count):
@@ -392,7 +393,8 @@ cdef class Request:
             huge += gds_load(&op.memory.huge_units)
             small += gds_load(&op.memory.small_units)
             bounced += gds_load(&op.memory.bounced_bytes)
-        return huge, small, bounced
+            present += gds_load(&op.memory.present_bytes)
+        return huge, small, bounced, present
 
     def refused_direct(self):
         """Files whose direct reads were refused: (index, errno, whether the rest of the file was

@@ -112,6 +112,8 @@ class Registration(NamedTuple):
     handle: Any = None
 
 
+# The path of bytes that are mapped and were in the page cache before: nothing was read.
+MAPPED_PATH = "mapped"
 # Of a file that an engine knows by its descriptors.
 NO_NUMBERS = (-1, -1)
 # In a request it takes the place of a file that none of the transfers read.

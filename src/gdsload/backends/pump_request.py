@@ -109,7 +109,7 @@ class PumpedRequest:
         """Counts and times, for the report."""
         native = self.native
         direct, _, short_reads, retries = native.counts()
-        huge, small, _ = native.touched()
+        huge, small, _, _ = native.touched()
         refusals = {
             number: f"the kernel refused direct reads of it ({os.strerror(code)}):"
             f" {'the rest' if whole else 'these bytes'} came through the page cache"

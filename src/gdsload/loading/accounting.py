@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from gdsload.backends import Backend
-from gdsload.backends.base import RequestFacts
+from gdsload.backends.base import MAPPED_PATH, RequestFacts
 from gdsload.checkpoint import Checkpoint
 from gdsload.planning.read_plan import ReadPlan, Transfer
 from gdsload.remote.file import LOCAL_CACHE
@@ -50,7 +50,8 @@ def record_request(
         if nbytes:
             report.paths[path] = report.paths.get(path, 0) + nbytes
         report.cached_bytes += nbytes if path == LOCAL_CACHE else 0
-    report.read_bytes += sum(paths.values()) if paths else plan.read_bytes - unread_bytes
+    read_bytes = sum(paths.values()) - paths.get(MAPPED_PATH, 0)
+    report.read_bytes += read_bytes if paths else plan.read_bytes - unread_bytes
     with collector_paused():
         found = backend.facts(request) or [RequestFacts(plan.transfers)]
     for facts in found:

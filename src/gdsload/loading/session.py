@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gdsload._native.memory import Region
 from gdsload._native.ranges import bytes_of
 from gdsload.backends import Backend, Registration, choose
+from gdsload.backends.base import MAPPED_PATH
 from gdsload.backends.registry import ELSEWHERE
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, CheckpointError, PlacementError
@@ -326,7 +327,7 @@ class Session(quiesce.Holder):
                 region = self.mapping_of(shard)
                 for each in members:
                     views[each.name] = BufferView(region, each.offset)
-                self.count_bytes("mapped", sum(each.nbytes for each in members))
+                self.count_bytes(MAPPED_PATH, sum(each.nbytes for each in members))
         return views
 
     def count_bytes(self, path: str, nbytes: int) -> None:

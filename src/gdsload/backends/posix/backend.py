@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload._native.first_touch import MODES
 from gdsload._native.pump import Pump
 from gdsload.backends.base import (
+    MAPPED_PATH,
     NO_NUMBERS,
     Memory,
     OpenFile,
@@ -235,9 +236,11 @@ class PosixBackend(PumpBackend):
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
+        _, _, bounced, present = request.native.touched()
         if request.transfers[0].io_mode == "mapped":  # and so are all the others
-            return {f"posix/{self.engine}/mapped": buffered}
-        bounced = min(request.native.touched()[2], direct)
+            present = min(present, buffered)
+            return {f"posix/{self.engine}/mapped": buffered - present, MAPPED_PATH: present}
+        bounced = min(bounced, direct)
         found = {
             f"posix/{self.engine}/direct": direct - bounced,
             f"posix/{self.engine}/buffered": buffered,
