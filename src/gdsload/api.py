@@ -137,7 +137,7 @@ def load_file(
             at least 0.9 of it is wanted, and `options` has neither "pages" nor "request_bytes".
             Otherwise it does not fill it.
             "fill" is like "auto", but also for a smaller part and with these options.
-            "keep" never fills it.
+            "keep" never fills it; beside bytes that are there, the kernel may read some more.
             "drop" removes at the end of the load what was read through the page cache, except for
             bytes that were there before, and for mapped files. The kernel allows it only for files
             that the user owns or may write to; `report.refusals` names others.
