@@ -20,7 +20,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.locate import title_of
-from gdsload.errors import safetensors_errors
+from gdsload.errors import naming, safetensors_errors
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
     Session,
@@ -318,12 +318,13 @@ def load_into(
         verifier = verifier_of(checkpoint, verify, report)
         with report.phase("match"):
             wanted = wanted_tensors(checkpoint.infos(names), slices)
-            found = destinations.matched(checkpoint.source, wanted, targets, rename)
-            report.missing = found.missing if names is None else []
-            report.unexpected = found.unexpected
-            if strict:
-                destinations.require_all(checkpoint.source, report.missing, report.unexpected)
-            by_device = destinations.by_device(checkpoint.source, found.destinations, only)
+            with naming(checkpoint.source):
+                found = destinations.matched(wanted, targets, rename)
+                report.missing = found.missing if names is None else []
+                report.unexpected = found.unexpected
+                if strict:
+                    destinations.require_all(report.missing, report.unexpected)
+                by_device = destinations.by_device(found.destinations, only)
         report.device = ",".join(by_device)
         report.fates = found.fates()
         report.tensors = len(found.destinations)

@@ -318,6 +318,18 @@ def also_safetensors(kind: Any) -> Any:
 
 
 @contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Puts the checkpoint in front of the text of errors that leave this block."""
+    try:
+        yield
+    except GdsloadError as error:
+        error.args = (one_line(f"{source}: {error}"),)
+        if isinstance(error, CheckpointError) and error.path is None:
+            error.path = source
+        raise
+
+
+@contextmanager
 def safetensors_errors() -> Iterator[None]:
     """Makes errors of gdsload that leave this block instances of SafetensorError as well.
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
+from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError, naming
 from gdsload.loading.accounting import record_backend, record_request
 from gdsload.loading.claims import LOST, READ, READING
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
@@ -146,11 +146,8 @@ class Batch:
 
     def _host_buffers(self, pool: Pool | None = None) -> HostBuffers:
         """Memory for the targets of the plan, from `pool` first. Raises PlacementError."""
-        try:
+        with naming(self.session.checkpoint.source):
             return HostBuffers(self.plan, self.session.mapping_of, pool)
-        except PlacementError as error:
-            text = f"{self.session.checkpoint.source}: {error}"
-            raise PlacementError(text, missing_bytes=error.missing_bytes) from error
 
     def require_pool(self) -> None:
         """Raises PlacementError if the bytes are not read into the host pool."""

@@ -124,12 +124,9 @@ def named_tensors(targets: Targets) -> dict[str, torch.Tensor]:
 
 
 def matched(
-    source: str,
-    wanted: Sequence[WantedTensor],
-    targets: Mapping[str, torch.Tensor],
-    rename: Rename,
+    wanted: Sequence[WantedTensor], targets: Mapping[str, torch.Tensor], rename: Rename
 ) -> Matched:
-    """Finds the target of each tensor of `source`, and checks that all can be written.
+    """Finds the target of each tensor and checks that all can be written.
 
     Raises:
         CheckpointError: A shape or a dtype does not fit, or two tensors belong to one place.
@@ -150,7 +147,7 @@ def matched(
             unexpected.append(each.info.name)
             continue
         if why := _unwritable(target):
-            raise PlacementError(f"{source}: the target {shown(name)} {why}")
+            raise PlacementError(f"the target {shown(name)} {why}")
         part = _part_of(target.detach(), name, index)
         if why := _misfit(each, part):
             wrong[each.info.name] = f"{shown(each.info.name)} {why}"
@@ -160,14 +157,14 @@ def matched(
         found.append(Destination(each, name, part, device_of(target)))
     if wrong:
         text = listed([*wrong.values()], MOST_NAMED, "; ")
-        raise CheckpointError(f"{source}: {text}", path=source, tensor=next(iter(wrong)))
-    kept, aliases = _without_aliases(source, found)
-    _require_apart(source, [each for each in kept if each.tensor.numel()])
+        raise CheckpointError(text, tensor=next(iter(wrong)))
+    kept, aliases = _without_aliases(found)
+    _require_apart([each for each in kept if each.tensor.numel()])
     missing = _missing(found, aliases, targets)
     return Matched(kept, aliases, missing, unexpected, skipped)
 
 
-def require_all(source: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+def require_all(missing: Sequence[str], unexpected: Sequence[str]) -> None:
     """Raises CheckpointError if a name is on one side only."""
     facts = []
     for names, text in ((missing, "has nothing for"), (unexpected, "has no target for")):
@@ -175,21 +172,17 @@ def require_all(source: str, missing: Sequence[str], unexpected: Sequence[str]) 
             facts.append(f"{text} {listed([*map(shown, names)], MOST_NAMED)}")
     if facts:
         raise CheckpointError(
-            f"{source}: the checkpoint {'; it '.join(facts)} (strict=False allows it)",
-            path=source,
+            f"the checkpoint {'; it '.join(facts)} (strict=False allows it)",
             tensor=[*missing, *unexpected][0],
         )
 
 
-def by_device(
-    source: str, found: Sequence[Destination], only: str | None
-) -> dict[str, list[Destination]]:
+def by_device(found: Sequence[Destination], only: str | None) -> dict[str, list[Destination]]:
     """The destinations on each device. Raises PlacementError if one is not on the device `only`."""
     groups: dict[str, list[Destination]] = {}
     for each in found:
         if only is not None and each.device != only:
-            target = f"the target {shown(each.name)}"
-            raise PlacementError(f"{source}: {target} is on {each.device}, not {only}")
+            raise PlacementError(f"the target {shown(each.name)} is on {each.device}, not {only}")
         groups.setdefault(each.device, []).append(each)
     return groups
 
@@ -287,9 +280,7 @@ def _place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _without_aliases(
-    source: str, found: list[Destination]
-) -> tuple[list[Destination], dict[str, str]]:
+def _without_aliases(found: list[Destination]) -> tuple[list[Destination], dict[str, str]]:
     """One destination for each place in memory, and the names of targets that share it."""
     first: dict[Any, Destination] = {}
     kept, aliases = [], {}
@@ -302,24 +293,24 @@ def _without_aliases(
         elif other.name == each.name:
             names = f"{shown(other.wanted.info.name)} and {shown(each.wanted.info.name)}"
             text = f"{names} belong to the same place in {shown(each.name)}"
-            raise CheckpointError(f"{source}: {text}", path=source, tensor=each.wanted.info.name)
+            raise CheckpointError(text, tensor=each.wanted.info.name)
         else:
             aliases[each.name] = other.name
     return kept, aliases
 
 
-def _require_apart(source: str, found: Sequence[Destination]) -> None:
+def _require_apart(found: Sequence[Destination]) -> None:
     """Raises PlacementError if two destinations share a byte."""
     extents = sorted(((each.device, *_extent(each.tensor)), n) for n, each in enumerate(found))
     cluster: list[Destination] = []
     device, end = "", 0
     for (where, start, stop), number in extents:
         if where != device or start >= end:
-            _require_disjoint(source, cluster)
+            _require_disjoint(cluster)
             cluster, end = [], 0
         cluster.append(found[number])
         device, end = where, max(end, stop)
-    _require_disjoint(source, cluster)
+    _require_disjoint(cluster)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -329,7 +320,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (steps + 1) * tensor.element_size()
 
 
-def _require_disjoint(source: str, cluster: Sequence[Destination]) -> None:
+def _require_disjoint(cluster: Sequence[Destination]) -> None:
     """For destinations whose extents overlap: such as columns of one matrix, which are apart."""
     import torch
 
@@ -347,7 +338,7 @@ def _require_disjoint(source: str, cluster: Sequence[Destination]) -> None:
         if bool(mask.any()) or not alike:
             others = ", ".join(shown(other.name) for other in cluster if other is not each)
             raise PlacementError(
-                f"{source}: the target {shown(each.name)} shares memory with another one ({others})"
+                f"the target {shown(each.name)} shares memory with another one ({others})"
             )
         mask.fill_(True)
 
