@@ -36,7 +36,7 @@ cdef struct Read:
     int buffer            # index of the buffer passed to `open` that holds `address`, or -1
     int io_mode           # one of the above
     char *address
-    FreshMemory *memory   # that `address` lies in; NULL: it is ready to be read into. MAPPED has it
+    FreshMemory *memory   # that `address` lies in; NULL: nothing is to be touched, or counted
     uint64_t length       # bytes, at most 1 GiB
     uint64_t offset       # bytes from the start of the file
     uint64_t cookie       # returned by reap

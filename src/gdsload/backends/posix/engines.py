@@ -106,7 +106,8 @@ def _try_engine(engine: str) -> tuple[Support, int]:
     except OSError as error:
         return unopened(engine, error), error.errno or errno.EIO
     except MemoryError as error:
-        return unopened(engine, OSError(errno.ENOMEM, str(error) or "no memory")), errno.ENOMEM
+        why = f"{engine} cannot be opened: {str(error) or 'no memory'}"
+        return Support(False, (why,)), errno.ENOMEM
     finally:
         os.close(fd)
 
@@ -142,6 +143,4 @@ def unopened(engine: str, error: OSError) -> Support:
     hint = _HINTS_OF.get((engine, code)) or _HINTS.get(code, "")
     if code == errno.EAGAIN and (engine == "threads" or "no thread" in why):
         hint = _MORE_THREADS
-    elif "no address space" in why:  # a limit that its memory meets before that of the engine
-        hint = ""
     return Support(False, (why,), hint)

@@ -253,8 +253,12 @@ class _Planner:
         plan = self.plan
         order = list(self._slices)
         if plan.deferred:  # parameter by parameter
-            every = [patterns.values() for patterns in self._patterns_of.values()]
-            order = [key for patterns in every for keys in patterns for key in keys]
+            order = [
+                key
+                for patterns in self._patterns_of.values()
+                for keys in patterns.values()
+                for key in keys
+            ]
         for key in order:
             if key not in plan.written and key in self._slices:
                 device = plan.devices.get(key, "cpu")
