@@ -25,6 +25,7 @@ HEADER_LIMIT_BYTES = 100_000_000  # what safetensors accepts
 LENGTH_BYTES = 8
 _U64, _I64 = 2**64 - 1, 2**63 - 1
 _BITS = {name: dtype.bits for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 
 
@@ -121,98 +122,43 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
         CheckpointError: The header is invalid. The message names the file and the tensor.
     """
     data_start = LENGTH_BYTES + len(raw)
-    prefix = len(raw).to_bytes(LENGTH_BYTES, "little")
     try:
         top = strict_json(raw, path)
         if type(top) is not tuple:
             raise FormatError("its header is not a JSON object")
     except FormatError as error:
-        message = foreign(prefix + raw[:512], path) or f"{path}: {error}"
-        raise CheckpointError(message, path=path) from None
+        head = len(raw).to_bytes(LENGTH_BYTES, "little") + raw[:512]
+        raise CheckpointError(foreign(head, path) or f"{path}: {error}", path=path) from None
 
     metadata: dict[str, str] | None = None
     has_metadata = False
     tensors: dict[str, TensorInfo] = {}
-    count = 0
-    expected = 0  # the offset of the next tensor if the header is in the order of the data
-    in_order = True
-    bits_of, make, kind, top_limit = _BITS, tuple.__new__, TensorInfo, _U64  # locals are faster
+    length = 0  # of the data up to here
+    in_order = True  # the header is in the order of the data
+    make, kind = tuple.__new__, TensorInfo  # calling TensorInfo takes twice as long
+    name = ""
     try:
-        for name, fields in top:
-            if name == "__metadata__":
+        for name, value in top:
+            if name == _METADATA:
                 if has_metadata:
                     raise FormatError("its header has __metadata__ twice")
                 has_metadata = True
-                metadata = None if fields is None else _string_map(fields, name)
+                metadata = None if value is None else _string_map(value, name)
                 continue
-            count += 1
-            # The form that safetensors writes is unpacked here, all others by _fields.
-            if type(fields) is tuple and len(fields) == 3:
-                (first, dtype), (second, shape), (third, offsets) = fields
-                if first != "dtype" or second != "shape" or third != "data_offsets":
-                    dtype, shape, offsets = _fields(fields)
-            else:
-                dtype, shape, offsets = _fields(fields)
-            if type(dtype) is not str or dtype not in bits_of:
-                raise FormatError(
-                    f"its dtype {_json_text(dtype)} is not one that safetensors knows"
-                )
-            if type(shape) is not list:
-                raise FormatError("its shape is not an array")
-            total = 1
-            for dimension in shape:
-                if type(dimension) is not int or not 0 <= dimension <= top_limit:
-                    raise FormatError(
-                        f"its shape holds {_json_text(dimension)}, not an unsigned 64-bit integer"
-                    )
-                total *= dimension
-                if total > top_limit:
-                    raise FormatError("the product of its shape overflows 64 bits")
-            if not total:
-                _require_possible(shape)
-            total *= bits_of[dtype]
-            if total > top_limit:
-                raise FormatError("the number of its bits overflows 64 bits")
-            if total & 7:
-                raise FormatError(f"its {total} bits ({dtype}) do not end at a whole byte")
-            total >>= 3
-            if type(offsets) is not list or len(offsets) != 2:
-                raise FormatError("its data_offsets is not an array of two")
-            begin, end = offsets
-            if (
-                type(begin) is not int
-                or type(end) is not int
-                or not (0 <= begin <= top_limit and 0 <= end <= top_limit)
-            ):
-                raise FormatError(
-                    f"its data_offsets hold {_json_text(begin)} and {_json_text(end)}, not two"
-                    " unsigned 64-bit integers"
-                )
-            if end - begin != total:
-                if end < begin:
-                    raise FormatError(
-                        f"its data_offsets end at {end}, before they begin at {begin}"
-                    )
-                raise FormatError(
-                    f"its data_offsets [{begin}, {end}] hold {end - begin} bytes, but its shape"
-                    f" and dtype ({dtype}) need {total}"
-                )
-            if begin != expected:
-                in_order = False
-            expected = end
-            tensors[name] = make(
-                kind, (name, dtype, tuple(shape), shard, data_start + begin, total)
-            )
-        if len(tensors) != count:
+            dtype, shape, begin, nbytes = _entry(value)
+            in_order = in_order and begin == length
+            length = begin + nbytes
+            tensors[name] = make(kind, (name, dtype, shape, shard, data_start + begin, nbytes))
+        if len(tensors) + has_metadata != len(top):
             name = repeated(key for key, _ in top)
             raise FormatError("the header names it twice")
     except FormatError as error:
-        tensor = None if name == "__metadata__" else name
+        tensor = None if name == _METADATA else name
         subject = path if tensor is None else f"{path}: tensor {shown(tensor)}"
         raise CheckpointError(f"{subject}: {error}", path=path, tensor=tensor) from None
     if not in_order:
-        tensors, expected = _tiled(tensors.values(), data_start, path)
-    end = data_start + expected
+        tensors, length = _tiled(tensors.values(), data_start, path)
+    end = data_start + length
     if end != size:
         fault = f"the file has {size - end} trailing bytes that belong to no tensor"
         if end > size:
@@ -223,20 +169,74 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
     return Header(tensors, metadata)
 
 
-def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """The beginning of a safetensors file: the length, and the JSON as safetensors writes it.
+def _entry(value: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype and shape of a tensor, the offset of its bytes in the data, and their number."""
+    dtype, shape, offsets = _fields(value)
+    nbytes = _nbytes_of(dtype, shape)
+    if type(offsets) is not list or len(offsets) != 2:
+        raise FormatError("its data_offsets is not an array of two")
+    begin, end = offsets
+    if not (type(begin) is type(end) is int and 0 <= begin <= _U64 and 0 <= end <= _U64):
+        raise FormatError(
+            f"its data_offsets hold {_json_text(begin)} and {_json_text(end)}, not two"
+            " unsigned 64-bit integers"
+        )
+    if end < begin:
+        raise FormatError(f"its data_offsets end at {end}, before they begin at {begin}")
+    if end - begin != nbytes:
+        raise FormatError(
+            f"its data_offsets [{begin}, {end}] hold {end - begin} bytes, but its shape"
+            f" and dtype ({dtype}) need {nbytes}"
+        )
+    return dtype, tuple(shape), begin, nbytes
 
-    Args:
-        tensors: Name, dtype, shape and bytes of each tensor, in the order of the data.
-    """
-    top: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape, nbytes in tensors:
-        begin, end = end, end + nbytes
-        top[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(top, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)  # the data is aligned
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+def _fields(value: Any) -> tuple[Any, Any, Any]:
+    """dtype, shape and data_offsets from an array, or from an object with fields in any order."""
+    if type(value) is tuple and len(value) == 3:
+        (first, dtype), (second, shape), (third, offsets) = value
+        if (first, second, third) == _FIELDS:  # as safetensors writes them
+            return dtype, shape, offsets
+    if type(value) is list:
+        if len(value) != 3:
+            raise FormatError(
+                f"it is an array of {len(value)}, not of dtype, shape and data_offsets"
+            )
+        return value[0], value[1], value[2]
+    if type(value) is not tuple:
+        raise FormatError("its entry in the header is not a JSON object")
+    fields = unique(value, "it has the field")
+    for field in _FIELDS:
+        if field not in fields:
+            raise FormatError(f"it has no {field}")
+    check_value([extra for key, extra in value if key not in _FIELDS], depth=1)
+    return fields["dtype"], fields["shape"], fields["data_offsets"]
+
+
+def _nbytes_of(dtype: Any, shape: Any) -> int:
+    """The bytes of a tensor. Raises FormatError for a dtype or a shape that none can have."""
+    bits = _BITS.get(dtype) if type(dtype) is str else None
+    if bits is None:
+        raise FormatError(f"its dtype {_json_text(dtype)} is not one that safetensors knows")
+    if type(shape) is not list:
+        raise FormatError("its shape is not an array")
+    values = 1
+    for dimension in shape:
+        if type(dimension) is not int or not 0 <= dimension <= _U64:
+            raise FormatError(
+                f"its shape holds {_json_text(dimension)}, not an unsigned 64-bit integer"
+            )
+        values *= dimension
+        if values > _U64:
+            raise FormatError("the product of its shape overflows 64 bits")
+    if not values:
+        _require_possible(shape)
+    bits *= values
+    if bits > _U64:
+        raise FormatError("the number of its bits overflows 64 bits")
+    if bits % 8:
+        raise FormatError(f"its {bits} bits ({dtype}) do not end at a whole byte")
+    return bits // 8
 
 
 def _require_possible(shape: list[int]) -> None:
@@ -250,6 +250,22 @@ def _require_possible(shape: list[int]) -> None:
         total *= dimension or 1
         if total > _I64:
             raise FormatError("its shape has a zero and, without it, a product beyond 63 bits")
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The beginning of a safetensors file: the length, and the JSON as safetensors writes it.
+
+    Args:
+        tensors: Name, dtype, shape and bytes of each tensor, in the order of the data.
+    """
+    top: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    end = 0
+    for name, dtype, shape, nbytes in tensors:
+        begin, end = end, end + nbytes
+        top[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(top, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)  # the data is aligned
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _tiled(
@@ -281,24 +297,6 @@ def _string_map(value: Any, field: str) -> dict[str, str]:
         if type(text) is not str:
             raise FormatError(f"its {field} maps {shown(key)} to something that is not a string")
     return unique(value, f"its {field} has the key")
-
-
-def _fields(value: Any) -> tuple[Any, Any, Any]:
-    """dtype, shape and data_offsets from an array, or from an object with fields in any order."""
-    if type(value) is list:
-        if len(value) != 3:
-            raise FormatError(
-                f"it is an array of {len(value)}, not of dtype, shape and data_offsets"
-            )
-        return value[0], value[1], value[2]
-    if type(value) is not tuple:
-        raise FormatError("its entry in the header is not a JSON object")
-    fields = unique(value, "it has the field")
-    for field in _FIELDS:
-        if field not in fields:
-            raise FormatError(f"it has no {field}")
-    check_value([extra for key, extra in value if key not in _FIELDS], depth=1)
-    return fields["dtype"], fields["shape"], fields["data_offsets"]
 
 
 def _json_text(value: Any) -> str:
