@@ -196,9 +196,10 @@ class StagedRequest(PumpedRequest):
             if not landed:
                 # The device is busy with other work. Until it has ended the copies, their memory
                 # must not be used for anything else.
-                late_copies.keep(self, self._landed)
+                late_copies.keep(self, lambda: self.landed)
             late_copies.forget_ended()
 
-    def _landed(self) -> bool:
-        """Whether no copy into its memory is under way."""
+    @property
+    def landed(self) -> bool:
+        """Once it has ended: whether no copy into its memory is under way."""
         return self._addresses.end(0.0)

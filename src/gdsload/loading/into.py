@@ -177,12 +177,14 @@ def write_all(
     # Tensors of inference mode can be written to only inside of it, and count no versions.
     for inference in (False, True):
         with torch.inference_mode() if inference else torch.no_grad():
-            _read_in_place(
-                session,
-                [each for each in places if each.tensor.is_inference() == inference],
-                progress,
-                advance,
-            )
+            # The caller may write to its tensors as soon as this returns.
+            with late_copies.awaited(session.stall_seconds):
+                _read_in_place(
+                    session,
+                    [each for each in places if each.tensor.is_inference() == inference],
+                    progress,
+                    advance,
+                )
             _write_windows(
                 session,
                 [each for each in others if each.tensor.is_inference() == inference],
@@ -226,9 +228,7 @@ def _read_in_place(
     finally:
         if batch is not None:
             batch.views.clear()
-            # The caller may write to its tensors as soon as this returns.
-            with late_copies.awaited(session.stall_seconds):
-                batch.release()
+            batch.release()
         for each in destinations:
             _count_version(each)
 

@@ -15,7 +15,7 @@ from contract import BLOCK, SIZE, bytes_of
 from devicetensors import TorchCuda
 from gdsload.backends import VRAM, Memory, OpenFile, Progress, Registration, tuning_cache
 from gdsload.backends.auto import backend as backend_module
-from gdsload.backends.auto.backend import AutoBackend
+from gdsload.backends.auto.backend import MOST_FAILURES, AutoBackend
 from gdsload.backends.auto.candidate import Candidate
 from gdsload.backends.auto.request import AutoRequest, Part
 from gdsload.backends.base import Failure
@@ -29,7 +29,7 @@ from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gpuauto import MIB, SMALL, keep, load, rates_are
 from gpucontract import DeviceMemory
-from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
+from gpudoubles import CODE, DELAY, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
 from gpuloads import PATIENCE_SECONDS, Load, direct
 
 
@@ -394,6 +394,40 @@ def test_candidate_that_cannot_post_gives_back_what_it_took(step: str, file: Ope
     assert (backend.registered, backend.prepared) == (1, 0)  # the file stays registered
     candidate.close()
     assert backend.registered == 0
+
+
+def test_next_candidate_waits_for_the_copies_of_the_last_one(
+    doubles: Doubles, file: OpenFile, tmp_path: Path
+) -> None:
+    """They wait for work of a stream that the next candidate does not follow."""
+    keep(tmp_path, {"gds_mt": 3e9, "posix": 1e9, "gds": 1e9}, {})
+    for number in range(MOST_FAILURES):
+        doubles.fault(f"cuFileRead at {number * (16 << 10)}", NEGATIVE, 5008, times=-1)
+    doubles.fault("cuFileRead", DELAY, 20_000_000, times=-1)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        first = Load(backend, opened, io_mode="direct")
+        doubles.keep_busy()
+        backend.follow("cuda:0", 0)  # all that gds_mt copies from now on comes after that work
+        second = Load(backend, opened, io_mode="direct")
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not first.request.held:
+            assert not backend.check(first.request).finished
+            assert time.monotonic() < end, "gds_mt was not abandoned"
+            backend.wait(first.request, 0.01)
+        time.sleep(0.2)
+        progress = backend.check(first.request)
+        assert progress.device_busy and not progress.finished
+        assert first.request.held
+        doubles.end_work()
+        for each in (first, second):
+            assert each.finish() == {}
+            assert each.bytes() == bytes_of(0)
+            backend.release(each.request)
+        late_copies.forget_ended()
+        assert late_copies.owners() == []
+        report = backend.status()
+        assert "ranges failed" in report.refusals["gds_mt"]
+        assert report.failovers.keys() == {"gds_mt -> posix"}
 
 
 def test_named_backend_does_not_fail_over(doubles: Doubles, checkpoint: Path) -> None:

@@ -324,6 +324,9 @@ class AutoBackend(Backend):
             for each, part in self._active():
                 if not part.ended:  # a failure of another part may have ended it
                     self._collect(each, part)
+            for each in self._requests:
+                for part, transfers in each.take_landed():
+                    self._pass_on(each, transfers, part.candidate)
             for candidate in self._candidates.values():
                 if why := self._reason_to_abandon(candidate):
                     self._abandon(candidate, why)
@@ -332,6 +335,7 @@ class AutoBackend(Backend):
             idle = min((part.idle_seconds for _, part in self._active()), default=0.0)
             finished = request.undone == 0 or request not in self._requests
             busy = any(part.device_busy for _, part in self._active())
+            busy = busy or any(each.held for each in self._requests)
             return Progress(settled, failures, finished, idle, busy)
 
     def _collect(self, request: AutoRequest, part: Part) -> None:
@@ -360,10 +364,18 @@ class AutoBackend(Backend):
                 candidate.read_bytes += nbytes
                 if path.rpartition("/")[2] in _COMPAT:
                     candidate.compat_bytes += nbytes
-        if again:
-            to = self._after(candidate)
-            self._failovers[f"{candidate.name} -> {to.name}"] += wanted_bytes_of(again)
-            self._post(request, sorted(again, key=lambda t: (t.tag, t.offset)), to)
+        if again and part.ended and not part.landed:
+            request.held.append((part, again))
+        elif again:
+            self._pass_on(request, again, candidate)
+
+    def _pass_on(
+        self, request: AutoRequest, transfers: Sequence[Transfer], candidate: Candidate
+    ) -> None:
+        """Posts transfers that a candidate has not read on the next one."""
+        to = self._after(candidate)
+        self._failovers[f"{candidate.name} -> {to.name}"] += wanted_bytes_of(transfers)
+        self._post(request, sorted(transfers, key=lambda t: (t.tag, t.offset)), to)
 
     def _after(self, candidate: Candidate) -> Candidate:
         """The candidate that reads what failed on this one."""
@@ -423,6 +435,7 @@ class AutoBackend(Backend):
                 self._sample = None
             for part in request.active:
                 part.end()
+            request.held.clear()
             if request in self._requests:
                 self._requests.remove(request)
 

@@ -31,6 +31,8 @@ class AutoRequest:
         undone: The number of transfers that have not settled.
         error: Why no candidate could be opened; final.
         parts: The parts that were posted.
+        held: Transfers of parts that have ended, whose copies may be under way: the next candidate
+            would write to the same memory.
     """
 
     transfers: list[Transfer]
@@ -41,6 +43,7 @@ class AutoRequest:
     undone: int = 0
     error: Exception | None = None
     parts: list[Part] = field(default_factory=list)
+    held: list[tuple[Part, list[Transfer]]] = field(default_factory=list)
 
     def reset(self) -> None:
         """Back to the state before it was posted."""
@@ -49,10 +52,17 @@ class AutoRequest:
         self._settled: list[int] = []  # not reported yet
         self._failed: dict[int, Failure] = {}
         self.parts.clear()
+        self.held.clear()
 
     @property
     def active(self) -> list[Part]:
         return [part for part in self.parts if not part.ended]
+
+    def take_landed(self) -> list[tuple[Part, list[Transfer]]]:
+        """Removes what was held for copies that have ended meanwhile."""
+        found = self.held
+        self.held = [each for each in found if not each[0].landed]
+        return [each for each in found if each not in self.held]
 
     def settle(self, transfer: Transfer, failure: Failure | None) -> None:
         """Notes that a transfer, or a part of one, was read or has finally failed."""
@@ -114,6 +124,11 @@ class Part:
         of them have settled."""
         low, high = bisect_left(self._tags, first), bisect_right(self._tags, last)
         return (low, high - 1) if 0 in self._settled[low:high] else None
+
+    @property
+    def landed(self) -> bool:
+        """Once it has ended: whether no copy of it is under way. The device may be busy."""
+        return bool(self.request.landed)
 
     @property
     def facts(self) -> Sequence[RequestFacts]:
