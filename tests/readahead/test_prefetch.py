@@ -28,7 +28,7 @@ from command import run
 from gated import Gate, gated
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, FileChanged, PlacementError, ReadError
-from gdsload.loading import claims
+from gdsload.loading import claims, io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
@@ -618,11 +618,17 @@ def test_device_that_no_prefetch_reaches_is_refused_at_once(device: object) -> N
         gdsload.prefetch("model", device)  # type: ignore[arg-type]
 
 
-def test_page_cache_is_filled_and_counted(checkpoint: Path) -> None:
+@pytest.mark.parametrize("cache", ["auto", "direct"])
+@pytest.mark.parametrize("btrfs", [False, True])
+def test_page_cache_is_filled_and_counted(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, btrfs: bool, cache: str
+) -> None:
+    """On btrfs, sessions drop what direct reads leave in the page cache."""
+    monkeypatch.setattr(io_mode, "is_btrfs", lambda _: btrfs)
     files = sorted(checkpoint.glob("*.safetensors"))
     if any(page_cache.evict(file) for file in files):
         pytest.skip("this filesystem keeps its pages")
-    with gdsload.prefetch(checkpoint, tier="pagecache") as ahead:
+    with gdsload.prefetch(checkpoint, tier="pagecache", cache=cache) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         progress = ahead.progress()
         assert progress.resident_bytes == progress.landed_bytes == progress.wanted_bytes > 0

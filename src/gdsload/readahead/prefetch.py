@@ -196,8 +196,8 @@ class Prefetch(quiesce.Holder):
                     self._goes_on()
                     self._read(session, ranges)
                     checkpoint.verify_unchanged()
-                    if self.tier == "pagecache":
-                        self._resident_bytes = _resident_bytes(checkpoint, ranges)
+                if self.tier == "pagecache":  # now, when the session drops nothing any more
+                    self._resident_bytes = _resident_bytes(checkpoint, ranges)
         except GdsloadError as error:
             self._fail(error)
         except BaseException as error:
@@ -630,6 +630,8 @@ def prefetch(
         raise ValueError(
             f"tier='pagecache' keeps no bytes in this process: verify={verify!r} is for the load"
         )
+    if tier == "pagecache":
+        settings = settings.changed(cache="buffered")  # what its reads are: nothing is dropped
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = require_name(device)
