@@ -7,9 +7,11 @@ to divide, which may be of version 1.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
+import struct
 import subprocess
 import threading
 import zlib
@@ -160,6 +162,55 @@ def test_disk_that_cannot_be_read_fails_each_load(
         for path in 2 * failed:
             with pytest.raises(ReadError, match="Input/output error"):
                 gdsload.load_file(path)
+
+
+INTO = """
+import sys
+import gdsload, torch
+torch.set_num_threads(1)
+targets = {f"t{i}": torch.empty(1_500_001, dtype=torch.uint8) for i in range(8)}
+try:
+    gdsload.load_into(targets, sys.argv[1])
+except gdsload.ReadError as error:
+    print(error)
+"""
+
+
+def test_page_that_is_not_there_and_cannot_be_read_is_an_error(
+    expected: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """The load copies from a mapping of a file that is in the page cache but for its last page."""
+    point, image = tmp_path / "point", tmp_path / "disk" / "image"
+    for folder in (point, image.parent):
+        folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    run("mkfs.ext4", "-q", "-F", "-b", "4096", "-d", expected[0], image)
+    path = point / NAME
+    with ExitStack() as stack:
+        run("mount", "-t", "ext4", "-o", "loop,ro", image, point)
+        stack.callback(subprocess.run, ["umount", point], check=True)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            last = struct.pack("i", (size - 1) // 4096)
+            fibmap = 1
+            (block,) = struct.unpack("i", fcntl.ioctl(file, fibmap, last))
+    with ExitStack() as stack:
+        try:
+            fault = {"error": errno.EIO, "error_from": block * 4096}
+            disk = stack.enter_context(mounts.mounted("fuse", image.parent, **fault))
+        except records.Refused as refused:
+            pytest.skip(str(refused))
+        run("mount", "-t", "ext4", "-o", "loop,ro", disk / image.name, point)
+        stack.callback(subprocess.run, ["umount", "--lazy", point], check=True)
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for offset in range(0, (size - 1) // 4096 * 4096, 4096):
+                os.pread(file.fileno(), 4096, offset)
+            assert page_cache.mostly_resident(file.fileno(), 0, size)
+            assert not page_cache.wholly_resident(file.fileno(), 0, size)
+        error = python(INTO, path)
+        assert "(tensor 't" in error and "Input/output error" in error
 
 
 def fails(path: Path) -> bool:

@@ -52,7 +52,9 @@ from gdsload._native.atomics cimport gds_add, gds_load
 from gdsload._native.engine cimport Read
 from gdsload._native.memory cimport UNIT_BYTES
 from gdsload._native.page_choice cimport NO_HUGE_PAGE_NS, choose_huge, unit_took
-from gdsload._native.pages cimport advise, page_bytes, page_floor, pages_in_cache
+from gdsload._native.pages cimport (
+    MADV_POPULATE_READ, advise, page_bytes, page_floor, pages_in_cache,
+)
 from gdsload._native.pthreads cimport (
     cpu_ns, monotonic_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_unlock,
@@ -67,7 +69,6 @@ cdef extern from "<unistd.h>" nogil:
 cdef enum:
     MFD_CLOEXEC = 1
     TOUCHED_PAGES = 512          # by one write; at most 1024
-    MADV_POPULATE_READ = 22      # of Linux 5.14 and newer
     COPY_BYTES = 65536           # on the stack of a worker
     MOST_UNITS = 513             # of a read: it has 1 GiB at most
     GROWING_BYTES = 33554432     # of a stream of growing folios: four windows of 8 MiB

@@ -5,6 +5,9 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from posix.mman cimport madvise
 from posix.unistd cimport _SC_PAGESIZE, sysconf
 
+cdef enum:
+    MADV_POPULATE_READ = 22      # of Linux 5.14 and newer
+
 cdef extern from * nogil:
     """
     #include <stdint.h>

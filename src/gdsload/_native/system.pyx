@@ -1,10 +1,10 @@
 """What the kernel knows of a file: the alignment of direct I/O, its attributes, and its pages in the
-page cache. And of memory: how much of it is untouched.
+page cache, which it reads if it is asked to. And of memory: how much of it is untouched.
 
 Raw system calls, because the supported C libraries are older than these calls.
 """
 
-from libc.errno cimport ENOSYS, EOPNOTSUPP, EPERM, errno
+from libc.errno cimport EINVAL, ENOSYS, EOPNOTSUPP, EPERM, errno
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -14,7 +14,9 @@ from posix.mman cimport (
 
 import os
 
-from gdsload._native.pages cimport page_bytes, page_floor, pages_in_cache
+from gdsload._native.pages cimport (
+    MADV_POPULATE_READ, advise, page_bytes, page_floor, pages_in_cache,
+)
 
 cdef extern from "<sys/syscall.h>" nogil:
     enum: SYS_statx
@@ -144,6 +146,28 @@ def mincore_pages(int fd, uint64_t offset, uint64_t length):
     if failed:
         raise OSError(failed, os.strerror(failed))
     return resident
+
+
+def populate(int fd, uint64_t offset, uint64_t length):
+    """Reads the absent pages of a range of a file into the page cache, through a mapping of its own.
+
+    A kernel before Linux 5.14 reads nothing. Raises OSError if a page cannot be read, or the file
+    cannot be mapped.
+    """
+    cdef uint64_t first = page_floor(offset)
+    cdef void *mapped
+    cdef int failed = 0
+    length += offset - first
+    with nogil:
+        mapped = mmap(NULL, length, PROT_READ, MAP_SHARED, fd, <int64_t>first)
+        if mapped == MAP_FAILED:
+            failed = errno
+        else:
+            if advise(<char *>mapped, length, MADV_POPULATE_READ) != 0 and errno != EINVAL:
+                failed = errno
+            munmap(mapped, length)
+    if failed:
+        raise OSError(failed, os.strerror(failed))
 
 
 def untouched_bytes(uint64_t address, uint64_t length):

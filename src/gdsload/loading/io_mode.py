@@ -150,9 +150,30 @@ class ShardAccess:
         merged = merged_ranges_of(ranges)
         if not all(warm(opened.fd, each.offset, each.length) for each in merged):
             return False
+        if not (opened.distant or self._completed(shard, merged)):
+            return False
         return not (opened.distant or reads_in_flight(opened.identity.dev)) or all(
             page_cache.has_arrived(opened.fd, each.offset, each.length) for each in merged
         )
+
+    def _completed(self, shard: int, ranges: Sequence[MergedRange]) -> bool:
+        """Reads the absent pages of ranges that are mostly in the page cache: a failing disk would
+        be a SIGBUS later. False if one cannot be read: a backend's read then tells the error."""
+        opened = self._checkpoint.shards[shard]
+
+        def complete(each: MergedRange) -> None:
+            try:
+                system.populate(opened.fd, each.offset, each.length)
+            except OSError:
+                self._unreadable.add(shard)
+
+        partly = [
+            r for r in ranges if not page_cache.wholly_resident(opened.fd, r.offset, r.length)
+        ]
+        # In threads, so that a disk that hangs cannot block Ctrl-C.
+        seconds = self._checkpoint.stall_seconds
+        list(parallel_map(complete, partly, path_of=lambda _: opened.path, stall_seconds=seconds))
+        return shard not in self._unreadable
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
         """The cheapest I/O mode for a transfer that does not fill the page cache."""

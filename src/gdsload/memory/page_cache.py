@@ -23,7 +23,7 @@ from gdsload.system.storage import is_overlay
 # 0.1 s, longer than mapping them.
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 20
-# A range is mapped if this share of it is warm; the cold pages are faulted in.
+# A range is mapped if this share of it is warm. On local storage, the cold pages are read first.
 WARM_SHARE = 0.98
 
 
