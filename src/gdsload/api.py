@@ -505,6 +505,7 @@ class _LoadCall(NamedTuple):
                     stack.callback(device_init.join_briefly)
             with report.phase("open"):
                 checkpoint = stack.enter_context(self.lookup.open(source))
+                stack.enter_context(checkpoint.naming())
                 wanted = _Wanted(checkpoint, self.names, self.slices, self.order)
             if device_init is not None:
                 with report.phase("wait for the device"):

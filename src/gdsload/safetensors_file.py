@@ -209,7 +209,7 @@ class safe_open:
             )
             self._session.report_to(report)
             report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
-            with report.whole(), quiesce.loading(report.source):
+            with report.whole(), quiesce.loading(report.source), self._checkpoint.naming():
                 tensors = load(
                     self._session,
                     infos,

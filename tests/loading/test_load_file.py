@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ import gdsload
 from gdsload._native.memory import Region
 from gdsload.backends.posix import engines
 from gdsload.checkpoint import Shard
+from gdsload.checkpoint.header import header_bytes
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError, ReadError
 from gdsload.loading import io_mode, page_cache_fill, whole_tensors
@@ -585,3 +587,35 @@ def test_warm_file_is_mapped_unless_its_pages_may_still_be_read(
     got = gdsload.load_file(tiny_checkpoint, page_cache="keep")
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     assert ("mapped" in gdsload.last_report().paths) != busy
+
+
+def slice_of(path: Path) -> object:
+    with gdsload.safe_open(path) as opened:
+        return opened.get_slice("w")[:1]
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        gdsload.load_file,
+        lambda path: gdsload.load_file(path, cache="direct"),
+        lambda path: list(gdsload.stream(path)),
+        slice_of,
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "why"),
+    [("F6_E2M3", [4], "torch has no dtype"), ("F4", [2, 3], "needs an even last dimension")],
+)
+def test_tensor_that_torch_cannot_have_is_named_with_its_file(
+    tmp_path: Path, load: Callable[[Path], object], dtype: str, shape: list[int], why: str
+) -> None:
+    safetensors.torch.save_file(
+        {"v": torch.zeros(4)}, tmp_path / "model-00001-of-00002.safetensors"
+    )
+    (path := tmp_path / "model-00002-of-00002.safetensors").write_bytes(
+        header_bytes([("w", dtype, shape, 3)]) + bytes(3)
+    )
+    with pytest.raises(CheckpointError, match=f"{path}: tensor 'w'.* {why}") as caught:
+        load(tmp_path)
+    assert (caught.value.path, caught.value.tensor) == (str(path), "w")

@@ -43,7 +43,7 @@ from gdsload.checkpoint.shard import (
     close_shards,
     quiesce_shards,
 )
-from gdsload.errors import CheckpointError, shown
+from gdsload.errors import CheckpointError, one_line, shown
 from gdsload.remote.directory import HEAD_BYTES
 from gdsload.remote.urls import shown_source
 from gdsload.system import quiesce
@@ -285,6 +285,19 @@ class Checkpoint(quiesce.Holder):
         if info is None:
             raise no_such_tensor(str(name), self.tensors, self.source)
         return info
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Puts the file of its tensor, or the checkpoint, in front of errors that leave this block
+        and name no file."""
+        try:
+            yield
+        except CheckpointError as error:
+            if error.path is None:
+                info = self.tensors.get(error.tensor or "")
+                error.path = self.source if info is None else self.shards[info.shard].path
+                error.args = (one_line(f"{error.path}: {error}"),)
+            raise
 
     def verify_unchanged(self, shards: Iterable[int] | None = None) -> None:
         """Checks that files are still the versions that were opened.

@@ -17,6 +17,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import moved
+from gdsload.memory.tensors import require_possible
 from gdsload.planning.read_plan import grouped, ranges_of
 from gdsload.system.device_name import require_device
 
@@ -54,7 +55,7 @@ def load(
     try:
         for group in groups:
             posted.append((group, post(session, group, past_cache=past_cache)))
-        _import_torch(session, device)
+        _import_torch(session, device, infos)
         found: dict[str, torch.Tensor] = {}
         for group, batch in posted:
             last = batch is posted[-1][1]
@@ -79,7 +80,7 @@ def load_in_windows(
     windows = ((group, post(session, group)) for group in grouped(infos, window_bytes))
     posted = deque(islice(windows, 1))
     try:
-        _import_torch(session, device)
+        _import_torch(session, device, infos)
         while posted:
             posted.extend(islice(windows, 1))
             group, batch = posted[0]
@@ -115,9 +116,11 @@ def _handed_over(
     return tensors
 
 
-def _import_torch(session: Session, device: str) -> None:
-    """Imports torch while native threads read. Raises PlacementError if it cannot use `device`."""
+def _import_torch(session: Session, device: str, infos: Sequence[TensorInfo]) -> None:
+    """Imports torch while native threads read. Raises CheckpointError for a tensor that it cannot
+    have, and PlacementError if it cannot use `device`."""
     with session.report.phase("import torch"):
         import torch  # noqa: F401
+    require_possible(infos)
     if session.device != device:
         require_device(device)

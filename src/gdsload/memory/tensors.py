@@ -7,12 +7,12 @@ the memory (`memory.host_buffers`, `memory.device_buffers`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import DTYPES, torch_dtype
-from gdsload.errors import CheckpointError
+from gdsload.errors import CheckpointError, shown
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.torch_thread import copying
 
@@ -51,12 +51,11 @@ def make_tensors(
     import torch
 
     infos = list(infos)
-    formats: dict[str, tuple[int, int, torch.dtype | None, int]] = {}
-    for info in infos:
-        if info.dtype not in formats:
-            formats[info.dtype] = *_dlpack_format(info), DTYPES[info.dtype].align
-        if info.dtype == "F4":
-            packed_shape(info)
+    require_possible(infos)
+    formats = {
+        dtype: (*_dlpack_format(dtype), DTYPES[dtype].align)
+        for dtype in {info.dtype for info in infos}
+    }
     tensors: dict[str, torch.Tensor] = {}
     for info in infos:
         name, dtype, shape, _, _, nbytes = info
@@ -75,6 +74,17 @@ def make_tensors(
         tensor = tensor_of(region.view(offset, nbytes, shape, code, bits))
         tensors[name] = tensor if viewed_as is None else tensor.view(viewed_as)
     return tensors
+
+
+def require_possible(infos: Sequence[TensorInfo]) -> None:
+    """Raises CheckpointError for a tensor that this torch cannot have."""
+    one_of = {info.dtype: info for info in infos}
+    for info in one_of.values():
+        torch_dtype_of(info)
+    if "F4" in one_of:
+        for info in infos:
+            if info.dtype == "F4":
+                packed_shape(info)
 
 
 def tensor_of(capsule: object) -> torch.Tensor:
@@ -99,14 +109,13 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch_dtype("U8"))
 
 
-def _dlpack_format(info: TensorInfo) -> tuple[int, int, torch.dtype | None]:
+def _dlpack_format(dtype: str) -> tuple[int, int, torch.dtype | None]:
     """DLPack's type code and bits, and the dtype to view the result as."""
-    target = torch_dtype_of(info)
-    if info.dtype in _DLPACK_TYPES:
-        return *_DLPACK_TYPES[info.dtype], None
+    if dtype in _DLPACK_TYPES:
+        return *_DLPACK_TYPES[dtype], None
     # BOOL, unsigned integers and 8-bit floats: their DLPack codes differ between torch versions.
-    bits = max(DTYPES[info.dtype].bits, 8)
-    return int(bits == 8), bits, target
+    bits = max(DTYPES[dtype].bits, 8)
+    return int(bits == 8), bits, torch_dtype(dtype)
 
 
 def torch_dtype_of(info: TensorInfo) -> torch.dtype:
@@ -114,7 +123,7 @@ def torch_dtype_of(info: TensorInfo) -> torch.dtype:
     try:
         return torch_dtype(info.dtype)
     except CheckpointError as error:
-        raise CheckpointError(f"tensor {info.name!r}: {error}", tensor=info.name) from None
+        raise CheckpointError(f"tensor {shown(info.name)}: {error}", tensor=info.name) from None
 
 
 def packed_shape(info: TensorInfo) -> tuple[int, ...]:
@@ -125,8 +134,8 @@ def packed_shape(info: TensorInfo) -> tuple[int, ...]:
     shape = info.shape
     if not shape or shape[-1] % 2:
         raise CheckpointError(
-            f"tensor {info.name!r} is F4 with shape {list(shape)}: torch packs two elements into a"
-            " byte and needs an even last dimension",
+            f"tensor {shown(info.name)} is F4 with shape {list(shape)}: torch packs two elements"
+            " into a byte and needs an even last dimension",
             tensor=info.name,
         )
     return (*shape[:-1], shape[-1] // 2)

@@ -179,7 +179,7 @@ def _load(
         note(report, SAFE_OPEN, f"transformers' inner parts are not as expected: {misfit}")
         with _opening(options, report):
             return load(None)
-    with reader:
+    with reader, reader.checkpoint.naming():
         note(report, HOOK)
         callbacks = module_callbacks.in_effect.get()
         if callbacks is not None and f"{_LOADING}.{SET_PARAM}" not in patcher.misfits:

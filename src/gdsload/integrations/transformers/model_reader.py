@@ -266,11 +266,12 @@ class ModelReader:
         return found
 
     def expect(self, names: Sequence[str], on_disk: set[str]) -> None:
-        """Posts the first reads of these tensors, in this order. Those `on_disk` are not read."""
+        """Posts the first reads of these tensors, in this order. Those `on_disk` are not read.
+        Raises CheckpointError for one that there is none of."""
         self._use(LoadPlan(lazy=on_disk))
-        tensors = self.checkpoint.tensors
-        self._count({"materialised": len(names), SKIP: len(tensors) - len(names)})
-        self.queue = self._queue(self.session, [whole(tensors[name]) for name in names])
+        self._count({"materialised": len(names), SKIP: len(self.checkpoint.tensors) - len(names)})
+        slices = [whole(self.checkpoint.info(name)) for name in names]
+        self.queue = self._queue(self.session, slices)
         self._begin(self.queue)
 
     def _count(self, fates: Mapping[str, int]) -> None:
