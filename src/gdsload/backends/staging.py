@@ -22,6 +22,7 @@ from gdsload.backends.base import (
     OpenFile,
     Progress,
     Registrations,
+    RequestFacts,
     require_own_process,
 )
 from gdsload.backends.cufile.library import explain
@@ -168,6 +169,11 @@ class StagedRequest(PumpedRequest):
         if code > 0 and pipeline.files is not None and (text := explain(code)):
             return Failure(number, got, 0, text, code)
         return super().failure(number)
+
+    def facts(self) -> RequestFacts:
+        facts = super().facts()
+        # cuFile also reads again by its own handle: nothing comes through the page cache.
+        return facts if self.pipeline.files is None else facts._replace(direct_refusals={})
 
     def _is_in_file(self, transfer: Transfer) -> bool:
         """Whether the file has the bytes of a transfer: cuFile may report an end that is none."""

@@ -50,7 +50,7 @@ from gpudoubles import (
     TWICE,
     Doubles,
 )
-from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
+from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load, direct
 from storage import ENGINES
 from waiting import wait_for
 
@@ -246,6 +246,20 @@ def test_failing_read_reports_its_code(
             assert f"cuFile error {code}: " in failures[0].text
         else:
             assert failures[0].errno == 5
+        backend.release(load.request)
+
+
+@pytest.mark.parametrize(("kind", "value"), [(NEGATIVE, 5008), (ERRNO, 5), (ERRNO, 22)])
+def test_read_that_fails_once_is_no_refusal_of_direct_reads(
+    kind: int, value: int, doubles: Doubles, file: OpenFile
+) -> None:
+    """cuFile reads it again, and nothing comes through the page cache."""
+    doubles.fault("cuFileRead", kind, value, times=1)
+    with direct(file) as opened, GdsMtBackend(**SMALL) as backend:
+        load = Load(backend, opened, io_mode="direct")
+        assert load.finish() == {}
+        (facts,) = backend.facts(load.request)
+        assert facts.direct_refusals == {}
         backend.release(load.request)
 
 
