@@ -86,7 +86,7 @@ _NEEDED = {
 _GPU_DRIVERS = "/dev/nvidiactl", "/dev/dxg"
 if any(map(os.path.exists, _GPU_DRIVERS)):
     _NEEDED["torch"] += (
-        " loading.device_init backends.auto.backend backends.posix.device backends.cufile.gds"
+        " loading.device_init backends.auto.backend backends.staging backends.cufile.gds"
         " backends.cufile.gds_mt"
     )
 __all__ = sorted([*_MODULE_OF, *_SUBMODULES])

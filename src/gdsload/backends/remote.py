@@ -82,7 +82,7 @@ class RemoteBackend(PumpBackend):
     def probe(cls, device: str = "cpu") -> Support:
         """Whether it reaches the device. Sources answer for themselves when they are opened."""
         if device_kind(device) != "cpu":
-            from gdsload.backends.posix.device import why_not  # imports CUDA
+            from gdsload.backends.staging import why_not  # imports CUDA
 
             if why := why_not(device):
                 return Support(False, (why,))
@@ -153,18 +153,11 @@ class RemoteBackend(PumpBackend):
         return threads
 
     def _open_pipeline(self, device: str) -> StagingPipeline:
-        from gdsload.backends.staging import StagingPipeline
-        from gdsload.memory import staging_ring
-        from gdsload.system import gpu
+        from gdsload.backends.staging import pipeline_through_dram
 
-        threads = self._new_fetcher()
-        ring_bytes = self.settings["ring_bytes"]
-        with staging_ring.ring_for(
-            DRAM, gpu.ordinal_of(device), self._slot_bytes, ring_bytes
-        ) as ring:
-            if ring.notes:
-                self.refusals[f"{self.name}/ring"] = "; ".join(ring.notes)
-            return StagingPipeline(self.name, ring, threads.fetch.capsule(), self.settings["depth"])
+        engine = self._new_fetcher().fetch.capsule()
+        settings = {**self.settings, "request_bytes": self._slot_bytes}
+        return pipeline_through_dram(self.name, device, engine, settings, self.refusals)
 
     def post(self, request: PumpedRequest) -> None:
         request.post()

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gdsload._native.cufile import Files
 from gdsload._native.pump import Pump
@@ -28,10 +29,11 @@ from gdsload.backends.base import (
 from gdsload.backends.cufile.library import explain
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpedRequest
 from gdsload.errors import BackendUnavailable
-from gdsload.memory import VRAM, late_copies
-from gdsload.memory.staging_ring import StagingRing
+from gdsload.memory import DRAM, VRAM, late_copies
+from gdsload.memory.staging_ring import StagingRing, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
+from gdsload.system.device_name import device_kind
 
 
 class StagingPipeline:
@@ -118,6 +120,47 @@ class StagingPipeline:
         # Not before: the ring would take slots that are still lent for those of reads that hang.
         self.ring.users.discard(self)
         return ended
+
+
+def why_not(device: str) -> str:
+    """Why a pipeline through DRAM cannot reach this device, or ""."""
+    if device_kind(device) != "cuda":
+        return f"it reaches DRAM and CUDA devices, not {device}"
+    return gpu.why_not(device)
+
+
+def pipeline_through_dram(
+    name: str,
+    device: str,
+    engine: object,
+    settings: Mapping[str, Any],
+    notes: dict[str, str],
+    *,
+    register: bool = False,
+    kind: object = None,
+) -> StagingPipeline:
+    """A pipeline to a device through the pinned ring of DRAM: a parked one, or a new one.
+
+    Args:
+        name: The name of the backend.
+        device: The device, such as "cuda:0".
+        engine: As for `StagingPipeline`.
+        settings: Its `depth`; `request_bytes` is the size of a slot, `ring_bytes` that of the ring.
+        notes: Gets an entry if the ring is limited.
+        register: As for `StagingPipeline`.
+        kind: As for `StagingPipeline`.
+
+    Raises:
+        BackendUnavailable: The engine does not open.
+        PlacementError: There is no room for the ring.
+    """
+    slot_bytes, ring_bytes = settings["request_bytes"], settings["ring_bytes"]
+    with ring_for(DRAM, gpu.ordinal_of(device), slot_bytes, ring_bytes) as ring:
+        if ring.notes:
+            notes[f"{name}/ring"] = "; ".join(ring.notes)
+        return ring.unpark(kind) or StagingPipeline(
+            name, ring, engine, settings["depth"], register=register, kind=kind
+        )
 
 
 def _explain(code: int) -> str:

@@ -113,9 +113,9 @@ class PosixBackend(PumpBackend):
     def probe(cls, device: str = "cpu") -> Support:
         """Whether one of the engines works."""
         if device_kind(device) != "cpu":
-            from gdsload.backends.posix import device as device_module  # imports CUDA
+            from gdsload.backends.staging import why_not  # imports CUDA
 
-            if why := device_module.why_not(device):
+            if why := why_not(device):
                 return Support(False, (why,))
         refusals: dict[str, str] = {}
         engine = first_working(ENGINES, refusals)
@@ -218,15 +218,19 @@ class PosixBackend(PumpBackend):
         return super().prepare(transfers, files, memory)
 
     def _open_pipeline(self, device: str) -> StagingPipeline:
-        from gdsload.backends.posix import device as device_module  # imports CUDA
+        from gdsload.backends.staging import pipeline_through_dram  # imports CUDA
 
         if self.settings["engine"] == "auto" and self._pump is None:
             self.engine = self._first_engine(ENGINES)
         settings = self._device_settings()
+        fixed = settings["fixed_buffers"] != "never"
         while True:  # like `_open_pump`
             name, capsule = self.engine, engines.engine_capsule(self.engine)
+            kind = ("posix", name, settings["depth"], fixed)
             try:
-                return device_module.open_pipeline(device, name, capsule, settings, self.refusals)
+                return pipeline_through_dram(
+                    "posix", device, capsule, settings, self.refusals, register=fixed, kind=kind
+                )
             except BackendUnavailable as error:
                 others = ENGINES[ENGINES.index(name) + 1 :]
                 if self.settings["engine"] != "auto" or self._pump is not None or not others:
