@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -273,6 +274,13 @@ def build(name: str) -> Any:
     torch.manual_seed(sum(map(ord, name)))
     model = getattr(transformers, class_name)(config()).eval()
     return perturbed(model)
+
+
+def saved(name: str, factory: pytest.TempPathFactory) -> Path:
+    """A directory with the model of this name, in several shards."""
+    path = factory.mktemp(name)
+    build(name).save_pretrained(path, max_shard_size="30KB")
+    return path
 
 
 def perturbed(model: Any) -> Any:

@@ -550,7 +550,7 @@ class _LoadCall(NamedTuple):
             window_bytes,
             self.target,
             self.settings.stall_seconds,
-            held_bytes=held_bytes,
+            held_bytes,
         )
 
 

@@ -26,16 +26,12 @@ needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 does not do th
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    tinymodels.build("qwen2").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("qwen2", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mixture")
-    tinymodels.build("mixtral").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("mixtral", tmp_path_factory)
 
 
 MAPS: dict[str, Any] = {

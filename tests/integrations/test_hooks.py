@@ -34,16 +34,12 @@ from windows import small_windows
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    tinymodels.build("qwen3").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("qwen3", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mixture")
-    tinymodels.build("qwen3_moe").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("qwen3_moe", tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,7 @@ FIRST = "hook" if transformers.__version__[0] > "4" else "safe_open"
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    tinymodels.build("qwen3").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("qwen3", tmp_path_factory)
 
 
 def test_install_applies_to_all_threads(qwen: Path) -> None:

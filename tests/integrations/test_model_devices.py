@@ -194,9 +194,7 @@ def test_model_cast_on_a_device_equals_transformers(
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    tinymodels.build("qwen3").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("qwen3", tmp_path_factory)
 
 
 PARTS = {"layers.0.": "cuda:0", "layers.1.": "cuda:1"}

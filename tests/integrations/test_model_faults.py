@@ -38,9 +38,7 @@ PATIENCE_SECONDS = 120.0
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mixture")
-    tinymodels.build("mixtral").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("mixtral", tmp_path_factory)
 
 
 def mapped(under: Path) -> list[str]:

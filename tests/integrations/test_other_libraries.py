@@ -258,9 +258,7 @@ for _ in range(2):
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    tinymodels.build("qwen2").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("qwen2", tmp_path_factory)
 
 
 def empty(source: Path) -> Any:

@@ -44,9 +44,7 @@ FUNCTIONS = [
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mixture")
-    tinymodels.build("qwen3_moe").save_pretrained(path, max_shard_size="30KB")
-    return path
+    return tinymodels.saved("qwen3_moe", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +54,6 @@ def stock(mixture: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def told_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     monkeypatch.setattr(hooks.patcher, "_logged", set())
     before = names_replaced()
     yield

@@ -77,11 +77,11 @@ def test_page_that_is_being_read_has_not_arrived(fd: int, monkeypatch: pytest.Mo
 
 
 def test_absent_ranges_have_present_bytes_between_them(fd: int) -> None:
-    assert page_cache.absent_ranges(fd, 0, PAGES * PAGE) == [(0, PAGES * PAGE)]
+    assert page_cache.absent_ranges(fd, PAGES * PAGE) == [(0, PAGES * PAGE)]
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     os.pread(fd, 1, 10 * PAGE)
     os.pread(fd, 1, 31 * PAGE)
-    ranges = page_cache.absent_ranges(fd, 0, PAGES * PAGE)
+    ranges = page_cache.absent_ranges(fd, PAGES * PAGE)
     assert ranges == [(0, 10 * PAGE), (11 * PAGE, 20 * PAGE), (32 * PAGE, (PAGES - 32) * PAGE)]
 
 

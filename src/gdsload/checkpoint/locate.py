@@ -164,7 +164,7 @@ def _open_directory(url: str, cache_dir: PathLike | None) -> RemoteDirectory:
     return CachedDirectory(directory, LocalCache(local_path_text(cache_dir)))
 
 
-def shard_paths(files: Sequence[str], cache_dir: PathLike | None = None) -> tuple[ShardPath, ...]:
+def shard_paths(files: Sequence[str], cache_dir: PathLike | None) -> tuple[ShardPath, ...]:
     """The shards at these paths and URLs. `cache_dir`: the local cache of URLs."""
     directories: dict[str, RemoteDirectory] = {}
     found = []

@@ -88,7 +88,7 @@ def manifest_path(checkpoint: Checkpoint) -> str:
     return os.path.join(os.path.dirname(first.path), MANIFEST_NAME)
 
 
-def command_for(checkpoint: Checkpoint, algorithm: str = XXH3) -> str:
+def command_for(checkpoint: Checkpoint, algorithm: str) -> str:
     """The command that writes the manifest beside the first shard, for messages."""
     option = "" if algorithm == XXH3 else f" --algorithm {algorithm}"
     output = "" if checkpoint.shards[0].directory is None else " --output FILE"

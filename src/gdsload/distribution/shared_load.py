@@ -72,7 +72,7 @@ def shared_tensors(
     window_bytes: int,
     device: str,
     stall_seconds: float,
-    held_bytes: int | None = None,
+    held_bytes: int | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields what this rank wants, tensor by tensor. All ranks of the group iterate together.
 

@@ -39,11 +39,11 @@ def record_request(
     request: Any,
     counted: dict[str, int],
     *,
-    unread_bytes: int,
+    landed_bytes: int,
 ) -> None:
-    """Adds a request that has ended to the report: bytes by I/O path, reads and pages. It ended
-    without these bytes of the plan; a read that was cancelled may have brought some of them.
-    `counted` is as for `record_backend`."""
+    """Adds a request that has ended to the report: bytes by I/O path, reads and pages.
+    `landed_bytes`: of the transfers that have arrived, for a backend that names no paths. `counted`
+    is as for `record_backend`."""
     record_backend(report, backend, counted)
     paths = backend.paths(request)
     for path, nbytes in paths.items():
@@ -51,7 +51,7 @@ def record_request(
             report.paths[path] = report.paths.get(path, 0) + nbytes
         report.cached_bytes += nbytes if path == LOCAL_CACHE else 0
     read_bytes = sum(paths.values()) - paths.get(MAPPED_PATH, 0)
-    report.read_bytes += read_bytes if paths else plan.read_bytes - unread_bytes
+    report.read_bytes += read_bytes if paths else landed_bytes
     with collector_paused():
         found = backend.facts(request) or [RequestFacts(plan.transfers)]
     for facts in found:

@@ -271,12 +271,11 @@ class Batch:
     def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
         return Batch(self.session, self.session.plan(ranges), {})
 
-    def _unread_bytes(self) -> int:
-        """Bytes of transfers that have not arrived."""
-        if self._arrived.find(0) < 0:
-            return 0
-        transfers = self.plan.transfers
-        return sum(each.wanted for n, each in enumerate(transfers) if not self._arrived[n])
+    @property
+    def landed_bytes(self) -> int:
+        """Bytes of transfers that have arrived."""
+        transfers, arrived = self.plan.transfers, bytes(self._arrived)
+        return sum(each.wanted for each, here in zip(transfers, arrived, strict=True) if here)
 
     @property
     def complete(self) -> bool:
@@ -338,37 +337,35 @@ class Batch:
             StallError: No byte arrived for the session's `stall_seconds`.
             LoadCancelled: The load was cancelled.
         """
-        with self.session.report.phase("wait for the prefetch") if self.claims else nullcontext():
-            for name, claim in list(self.claims.items()):
-                while not self.settle(name):
-                    watch()
-                    check()
-                    self.claims[name].pause(_POLL_SECONDS)
-                if advance is not None:
-                    advance(claim.range.nbytes)
+        phase, advance = self.session.report.phase, advance or (lambda nbytes: None)
+        with phase("wait for the prefetch") if self.claims else nullcontext():
+            self._await_claims(advance, watch)
         to_check = self._to_check(parts)
-        backend, request = self._backend, self._request
-        if backend is None or request is None or self.complete:
-            self._require_progress(None)
-            self._check_arrived(to_check, watch)
-            self._verified |= bool(parts)
-            return
-        transfers = self.plan.transfers
-        with self.session.report.phase("read"):
-            while True:
-                progress = self._note_progress()
-                if advance is not None and progress is not None and progress.settled:
-                    advance(sum(transfers[number].wanted for number in progress.settled))
+        ended = self._request is None or self.complete
+        with nullcontext() if ended else phase("read"):
+            while progress := None if ended else self._note_progress():
+                advance(sum(self.plan.transfers[number].wanted for number in progress.settled))
                 self._require_progress(progress)
+                if progress.finished:
+                    break
                 self._check_arrived(to_check, watch)
-                if progress is None or progress.finished:
-                    self._verified |= bool(parts)
-                    return
                 self._require_bytes(progress)
                 watch()
                 check()
                 first, last = to_check[0][:2] if to_check else (0, -1)
-                backend.wait(request, _POLL_SECONDS, first, last)
+                self.pause(first, last, _POLL_SECONDS)
+            self._require_progress(None)
+            self._check_arrived(to_check, watch)
+        self._verified |= bool(parts)
+
+    def _await_claims(self, advance: Callable[[int], None], watch: Callable[[], None]) -> None:
+        """Waits for what prefetches read, and takes it over. Errors are as those of `wait`."""
+        for name, claim in list(self.claims.items()):
+            while not self.settle(name):
+                watch()
+                check()
+                self.claims[name].pause(_POLL_SECONDS)
+            advance(claim.range.nbytes)
 
     def _to_check(self, parts: Sequence[ByteRange | TensorInfo]) -> deque[_Check]:
         """The blocks of these parts, and the transfers that read each, in the order of arrival."""
@@ -454,7 +451,7 @@ class Batch:
                     self.plan,
                     request,
                     session.failovers,
-                    unread_bytes=self._unread_bytes(),
+                    landed_bytes=self.landed_bytes,
                 )
             released = True
         finally:

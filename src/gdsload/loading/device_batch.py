@@ -28,7 +28,7 @@ from gdsload.errors import GdsloadError, PlacementError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import offered
 from gdsload.loading.session import Session
-from gdsload.loading.torch_memory import refusal
+from gdsload.loading.torch_memory import raise_if_refused
 from gdsload.memory import device_buffers, late_copies
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import bytes_at, flat_bytes, make_tensors, packed_shape, torch_dtype_of
@@ -254,12 +254,9 @@ class DeviceTensors:
             shape = packed_shape(first)
         try:
             return empty(shape, torch_dtype_of(first), self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one, under several names
-            what = f"tensor {first.name!r}"
-            refused = refusal(error, tensor_slice.nbytes, self.device, what)
-            if refused is None:
-                raise
-            raise refused from error
+        except RuntimeError as error:  # not by `taking`, which 100,000 tensors would notice
+            raise_if_refused(error, tensor_slice.nbytes, self.device, f"tensor {first.name!r}")
+            raise
 
     def memory(self, plan: ReadPlan) -> list[Memory]:
         """The memory of each target of a plan whose reads are about to be posted."""
@@ -405,11 +402,8 @@ def _stays(tensor_slice: TensorSlice, views: Mapping[str, BufferView]) -> bool:
 def require_no_capture(device: str) -> None:
     """Raises PlacementError while torch's current stream captures a CUDA graph: copies would become
     a part of it, and some of torch's would break it."""
-    cuda = _torch_cuda()
-    if not cuda.is_initialized():
-        return
-    stream = cuda.current_stream(device)
-    if gpu.device(gpu.ordinal_of(device)).captures(stream.cuda_stream):
+    stream = _current_stream(device)
+    if stream is not None and gpu.device(gpu.ordinal_of(device)).captures(stream.cuda_stream):
         raise PlacementError(
             f"a CUDA graph is being captured on the current stream of {device}: load before the"
             " capture, or in a thread with another current stream"
@@ -425,21 +419,18 @@ def follow(session: Session) -> None:
 
 def after_torch(device: str, follow: Callable[[int], bool]) -> None:
     """The same, for copies that `follow` orders after a stream, or returns False."""
-    cuda = _torch_cuda()
-    if not cuda.is_initialized():
-        return
-    stream = cuda.current_stream(device)
-    if not follow(stream.cuda_stream):
+    stream = _current_stream(device)
+    if stream is not None and not follow(stream.cuda_stream):
         with gpu.capture_relaxed(device):
             stream.synchronize()
 
 
 def synchronize(device: str) -> None:
     """Waits for the work that torch's current stream of a device has now."""
-    cuda = _torch_cuda()
-    if cuda.is_initialized():
+    stream = _current_stream(device)
+    if stream is not None:
         with gpu.capture_relaxed(device):
-            cuda.current_stream(device).synchronize()
+            stream.synchronize()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -489,6 +480,12 @@ def reusable_bytes(ordinal: int) -> int:
         return UNKNOWN_BYTES
     reserved, allocated = stats["reserved_bytes"], stats["allocated_bytes"]
     return int(reserved["all"]["current"] - allocated["all"]["current"])
+
+
+def _current_stream(device: str) -> Any:
+    """torch's current stream; None if torch has not opened CUDA, and so has no work on it."""
+    cuda = _torch_cuda()
+    return cuda.current_stream(device) if cuda.is_initialized() else None
 
 
 def _torch_cuda() -> Any:

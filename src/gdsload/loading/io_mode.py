@@ -51,8 +51,8 @@ class _Direct(NamedTuple):
 
     fd: int | None
     block: int  # bytes; direct reads start and end on a multiple of it, in file and memory
-    refusal: str
-    errno: int  # of the refusal
+    refusal: str = ""
+    errno: int = errno.EINVAL  # of the refusal
 
 
 class ShardAccess:
@@ -205,7 +205,7 @@ class ShardAccess:
         for shard in shards:
             if self.blocks[shard] > most:
                 why = f"a direct read has {self.blocks[shard]:,} bytes, and at most {most:,} here"
-                self._note_direct(shard, _Direct(None, DEFAULT_BLOCK_BYTES, why, errno.EINVAL))
+                self._note_direct(shard, _Direct(None, DEFAULT_BLOCK_BYTES, why))
 
     def _register(self, backend: Backend, shard: int) -> None:
         opened = self._checkpoint.shards[shard]
@@ -303,7 +303,7 @@ class ShardAccess:
     def _note_absent(self, shard: Shard) -> None:
         """Notes what `close` drops. The kernel tells it only to those who may write to the file."""
         try:
-            absent = page_cache.absent_ranges(shard.fd, 0, shard.size)
+            absent = page_cache.absent_ranges(shard.fd, shard.size)
             self._absent.append((os.dup(shard.fd), absent))
         except OSError as error:
             self.report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)
@@ -359,11 +359,11 @@ def _reopened(shard: Shard) -> _Direct:
     alignment = system.direct_alignment(shard.fd)
     if alignment is not None and alignment[1] == 0:
         why = "its filesystem says that it does no direct I/O"
-        return _Direct(None, DEFAULT_BLOCK_BYTES, why, errno.EINVAL)
+        return _Direct(None, DEFAULT_BLOCK_BYTES, why)
     block = max(alignment) if alignment is not None else DEFAULT_BLOCK_BYTES
     try:
-        why = "its filesystem does no direct I/O"
-        return _Direct(shard.reopen_direct(), block, why, errno.EINVAL)
+        fd = shard.reopen_direct()
     except OSError as error:
         why = f"it cannot be opened for direct I/O: {error.strerror}"
         return _Direct(None, block, why, error.errno or 0)
+    return _Direct(fd, block, "its filesystem does no direct I/O" if fd is None else "")

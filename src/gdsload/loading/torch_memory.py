@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _REFUSALS = "out of memory", "allocate memory"
 
 
-def refusal(error: RuntimeError, nbytes: int, device: str, what: str) -> PlacementError | None:
-    """The refusal of torch to allocate `nbytes` for `what`; None if `error` has another reason."""
+def raise_if_refused(error: RuntimeError, nbytes: int, device: str, what: str) -> None:
+    """Raises PlacementError if `error` says that torch has no `nbytes` for `what`: by its text, as
+    the class of such errors has had several names."""
     why = str(error).partition("\n")[0]
-    if not any(sign in why for sign in _REFUSALS):
-        return None
-    return PlacementError(
-        f"no {nbytes:,} bytes on {device} for {what}: {why}", missing_bytes=nbytes
-    )
+    if any(sign in why for sign in _REFUSALS):
+        raise PlacementError(
+            f"no {nbytes:,} bytes on {device} for {what}: {why}", missing_bytes=nbytes
+        ) from error
 
 
 @contextmanager
@@ -36,10 +36,8 @@ def taking(nbytes: int, device: str, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        refused = refusal(error, nbytes, device, what)
-        if refused is None:
-            raise
-        raise refused from error
+        raise_if_refused(error, nbytes, device, what)
+        raise
 
 
 def capture_relaxed(device: str) -> AbstractContextManager[None]:

@@ -75,19 +75,14 @@ class HostBuffers:
     @collector_paused()
     def views(self) -> dict[str, BufferView]:
         """The memory of each byte range of the plan, by name. Empty ranges are left out."""
-        plan = self._plan
         regions = [start.region for start in self.starts]
+        offsets = [start.offset for start in self.starts]
         make = tuple.__new__
-        views = {
-            name: make(BufferView, (regions[target], offset))
-            for name, (target, offset, _, _) in plan.locations.items()
+        return {
+            name: make(BufferView, (regions[target], offsets[target] + offset))
+            for name, (target, offset, _, _) in self._plan.locations.items()
             if target >= 0
         }
-        if any(start.offset for start in self.starts):  # targets inside of mappings
-            for name, view in views.items():
-                start = self.starts[plan.locations[name].target]
-                views[name] = BufferView(view.region, start.offset + view.offset)
-        return views
 
 
 # The open pools of this process and of its parents. A load that uses none does not import

@@ -209,14 +209,14 @@ def resident_share(files: Sequence[tuple[int, int]]) -> float:
     return resident / max(total, 1)
 
 
-def absent_ranges(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
-    """The parts (offset, length) of a range that are not in the page cache, in file order, with
-    present bytes between any two of them.
+def absent_ranges(fd: int, length: int) -> list[tuple[int, int]]:
+    """The parts (offset, length) of the first `length` bytes of a file that are not in the page
+    cache, in file order, with present bytes between any two of them.
 
-    `offset` is a multiple of the page size. Raises what `resident_bytes` raises.
+    Raises what `resident_bytes` raises.
     """
     found: list[tuple[int, int]] = []
-    for start, nbytes in _absent_halves(fd, offset, length):
+    for start, nbytes in _absent_halves(fd, 0, length):
         if found and sum(found[-1]) == start:
             found[-1] = found[-1][0], found[-1][1] + nbytes
         else:

@@ -112,7 +112,7 @@ class Prefetch(quiesce.Holder):
         limit_bytes: int | None,
         keep: bool,
         lookup: Lookup,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Checkpoint | None,
     ) -> None:
         self._opens = source
         self.source = source = shown_source(source)

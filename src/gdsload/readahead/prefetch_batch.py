@@ -111,12 +111,6 @@ class PrefetchBatch(Batch):
             if self._request is not None and self._backend is not None:
                 self._backend.yield_to_loads(self._request, False)
 
-    @property
-    def landed_bytes(self) -> int:
-        """Bytes of finished transfers."""
-        transfers, arrived = self.plan.transfers, bytes(self._arrived)
-        return sum(t.wanted for t, here in zip(transfers, arrived, strict=True) if here)
-
     def release(self) -> None:
         """Ends the request, finished or not. Bytes that were read stay."""
         with self._lock:

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from gdsload.errors import GdsloadError
 from gdsload.system import lifecycle
@@ -23,7 +22,7 @@ _POLL_SECONDS = 0.005
 LOAD, RING, DRIVER = 0, 1, 2
 
 
-class Holder(Protocol):
+class Holder:
     """An object that holds something that a snapshot cannot carry."""
 
     def busy(self) -> str:
@@ -35,7 +34,6 @@ class Holder(Protocol):
 
     def resume(self) -> None:
         """Acquires again what depends on the outside, such as files; raises if that has changed."""
-        return
 
 
 def quiesce(timeout: float = 30.0) -> None:
@@ -89,10 +87,7 @@ class _Load(Holder):
         self._source = source
 
     def busy(self) -> str:
-        return f"{self._source} is being read"
-
-    def quiesce(self) -> None:
-        return  # never called: it is busy
+        return f"{self._source} is being read"  # always: `quiesce` is never called
 
 
 def resume() -> None:

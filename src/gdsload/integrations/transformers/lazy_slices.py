@@ -126,9 +126,9 @@ class OpenedFile:
         self,
         checkpoint: Checkpoint,
         queue: ReadaheadQueue,
-        device: Any = "cpu",
-        leave: Callable[[], None] | None = None,
-        on_disk: Container[str] = (),
+        device: Any,
+        leave: Callable[[], None] | None,
+        on_disk: Container[str],
     ) -> None:
         self._checkpoint = checkpoint
         self._queue = queue

@@ -91,13 +91,12 @@ class ReadWindow(Batch):
         gaps = []
         for transfer in sorted(self.plan.transfers, key=lambda t: (t.target, t.target_offset)):
             number, start = transfer.target, transfer.target_offset
-            gaps.append((number, ends[number], start - ends[number]))
+            gaps.append((number, ends[number], start))
             ends[number] = max(ends[number], start + transfer.length)
-        gaps += [(n, end, regions[n].length - end) for n, end in enumerate(ends)]
-        for number, start, length in gaps:
-            if length > 0:
-                # The view dies at once, and its pages with it.
-                regions[number].view(start, length, (length,), 1, 8)
+        gaps += [(number, end, regions[number].length) for number, end in enumerate(ends)]
+        for number, start, end in gaps:
+            if start < end:
+                BufferView(regions[number], start).give_back(end - start)
 
     def has(self, tensor_slice: TensorSlice) -> bool:
         """Whether all bytes of a slice have arrived."""
