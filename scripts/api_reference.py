@@ -3,9 +3,10 @@
     python scripts/api_reference.py           writes the page
     python scripts/api_reference.py --check   fails if the page is out of date
 
-The page has all names in the `__all__` of gdsload and of its public modules, all errors, and the
-options of all backends. It lacks methods whose docstring begins with "Internal:", and constructors
-of classes that are "made by" a function. Docstrings have Google's sections.
+The page has all names in the `__all__` of gdsload and of its public modules, what their methods
+return, all errors, and the options of all backends. It lacks methods whose docstring begins with
+"Internal:", and constructors of classes that are "made by" a function. Docstrings have Google's
+sections.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import gdsload
 from gdsload import backends, errors, events, telemetry, warmup
+from gdsload.readahead.prefetch import PrefetchProgress
+from gdsload.safetensors_file import Slice
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 HEAD = """\
@@ -53,6 +56,8 @@ def page() -> str:
             *entries("gdsload", functions),
             "## Classes\n",
             *entries("gdsload", objects),
+            *entries("gdsload.readahead.prefetch", {"PrefetchProgress": PrefetchProgress}),
+            *entries("gdsload.safetensors_file", {"Slice": Slice}),
             "## Errors\n",
             *prose(inspect.getdoc(errors) or ""),
             *entries("gdsload.errors", error_types),

@@ -114,7 +114,7 @@ def load_file(
     Args:
         filename: A .safetensors file, a directory, an index file, or the id of a model in the
             local hub cache; or the URL of a file, an index or a directory in an object store or on
-            a web server: s3://bucket/model, gs://, az://, https://, with the extra gdsload[remote].
+            a web server: s3://bucket/model, gs://, az://, https://, with the extra `remote`.
             Credentials are read by the client from its environment variables. Nothing is downloaded
             from a hub, and no copy is stored without `cache_dir`.
         device: Where the tensors are needed: "cpu", "cuda", "cuda:1", 1, or None for the CPU.
@@ -137,7 +137,8 @@ def load_file(
             at least 0.9 of it is wanted, and `options` has neither "pages" nor "request_bytes".
             Otherwise it does not fill it.
             "fill" is like "auto", but also for a smaller part and with these options.
-            "keep" never fills it; beside bytes that are there, the kernel may read some more.
+            "keep" reads past it where the filesystem has direct I/O. If the page cache has parts of
+            a file already, the kernel may add pages next to them.
             "drop" removes at the end of the load what was read through the page cache, except for
             bytes that were there before, and for mapped files. The kernel allows it only for files
             that the user owns or may write to; `report.refusals` names others.
@@ -408,7 +409,8 @@ def stream(
 
     Raises:
         ValueError: `order`, `cache`, `page_cache`, `verify` or `window_bytes` has no such value.
-        GdsloadError: As for `load_file`. A changed file is detected at the end of each window.
+        GdsloadError: As for `load_file`, but no SafetensorError. A changed file is detected at the
+            end of each window.
 
     Example:
         >>> for name, tensor in gdsload.stream("model", order="layers"):

@@ -317,6 +317,12 @@ def also_safetensors(kind: Any) -> Any:
     return type(kind.__name__, (kind, SafetensorError), names)
 
 
+def extra_hint(extra: str) -> str:
+    """How to install the libraries of an extra. gdsload is on no package index yet, and its name
+    there may become somebody else's."""
+    return f"pip install '.[{extra}]' in a checkout of gdsload"
+
+
 @contextmanager
 def naming(source: str) -> Iterator[None]:
     """Puts the checkpoint in front of the text of errors that leave this block."""

@@ -89,7 +89,12 @@ class LoadReport:
             before. "" if there was nothing to decide: nothing was read, or the load could not fill
             it, with `page_cache` "keep" or "drop", checksums or a host pool, into VRAM, from
             elsewhere, or by another engine than `threads`.
-        paths: Bytes by I/O path, "backend/engine/mode"; "mapped" if they were in the page cache.
+        paths: Bytes by I/O path, "backend/engine/mode", such as "posix/threads/direct"; of cuFile
+            what it did, such as "gds_mt/nvfs", "gds_mt/p2p" or "gds_mt/compat". "mapped": used from
+            a mapping of the file, whose pages were in the page cache, or are read by the kernel on
+            first use (`cache="mapped"`, too little memory) or before (files of up to 2 MiB).
+            "prefetched" and "pool": taken from there. "local_cache", "nixl/ucx" and
+            "object_store/s3": of URLs.
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.
         refusals: Why a faster alternative was not used, by its name.

@@ -259,7 +259,7 @@ class safe_open:
 
 
 class Slice:
-    """One tensor of a `safe_open` that is read when it is indexed.
+    """One tensor of a file that is read when it is indexed; made by `safe_open.get_slice`.
 
     It takes the indexes of a torch tensor; with numpy, the ranges and numbers that safetensors
     takes.

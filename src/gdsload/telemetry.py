@@ -1,6 +1,6 @@
 """Loads as OpenTelemetry spans and Prometheus metrics, for the whole process.
 
-Needs `pip install 'gdsload[telemetry]'`; nothing of it is imported before the first call. Not
+Needs the extra `telemetry`; nothing of it is imported before the first call. Not
 responsible for exporters: the provider and the registry are those of the application.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from gdsload.errors import extra_hint
 from gdsload.report import Span, observe as observe
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["observe", "record_metrics", "record_spans"]
 
-_HINT = "{} is not installed: pip install 'gdsload[telemetry]'"
+_HINT = f"{{}} is not installed: {extra_hint('telemetry')}"
 # Fields of the report that are attributes of its span.
 _ATTRIBUTES = (
     "source", "device", "backend", "engine", "choice", "tensors", "wanted_bytes", "read_bytes",

@@ -249,8 +249,8 @@ def test_missing_library_of_a_checksum_raises_with_both_ways_out(
     with pytest.raises(GdsloadError) as caught:
         hash_function(XXH3)
     assert str(caught.value) == (
-        "checksums of xxh3_128 need xxhash: pip install 'gdsload[verify]' (manifests of"
-        " `gdsload manifest --algorithm sha256` need nothing)"
+        "checksums of xxh3_128 need xxhash: pip install '.[verify]' in a checkout of gdsload"
+        " (manifests of `gdsload manifest --algorithm sha256` need nothing)"
     )
 
 

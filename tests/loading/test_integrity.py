@@ -493,10 +493,10 @@ def test_missing_library_is_named(tiny_checkpoint: Path, monkeypatch: pytest.Mon
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(GdsloadError, match=r"gdsload\[verify\]"):
+    with pytest.raises(GdsloadError, match=r"pip install '\.\[verify\]'"):
         manifest_module.hash_function("xxh3_128")
     result = run("manifest", tiny_checkpoint)
-    assert result.exit_code == 1 and "gdsload[verify]" in result.stderr
+    assert result.exit_code == 1 and "pip install '.[verify]'" in result.stderr
 
 
 def maps_a_file_of(folder: Path) -> bool:

@@ -147,4 +147,4 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "pip install 'gdsload[transformers]'" in run(code, str(tiny_checkpoint))
+    assert "pip install '.[transformers]'" in run(code, str(tiny_checkpoint))

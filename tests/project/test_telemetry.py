@@ -178,7 +178,7 @@ except ImportError as error:
     print(error)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'gdsload[telemetry]'" in ran.stdout, ran.stderr
+    assert "pip install '.[telemetry]'" in ran.stdout, ran.stderr
 
 
 def test_import_of_telemetry_imports_neither_package() -> None:

@@ -112,7 +112,7 @@ class Checkpoint(quiesce.Holder):
         Args:
             source: The path, the hub id, or a URL: s3://bucket/model, gs://, az:// or https://. A
                 URL that ends with .safetensors or .json is one of a file, any other one of a
-                directory. Needs the extra gdsload[remote].
+                directory. Needs the extra `remote`.
             revision: For a hub id: a branch, a tag or a commit; "main" if None.
             subfolder: A directory inside `source`.
             variant: For example "fp16", for model.fp16.safetensors.
@@ -288,8 +288,8 @@ class Checkpoint(quiesce.Holder):
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Puts the file of its tensor, or the checkpoint, in front of errors that leave this block
-        and name no file."""
+        """Internal: puts the file of its tensor, or the checkpoint, in front of errors that leave
+        this block and name no file."""
         try:
             yield
         except CheckpointError as error:

@@ -25,6 +25,7 @@ from gdsload.errors import (
     CheckpointNotFound,
     CheckpointUnreadable,
     GdsloadError,
+    extra_hint,
     shown,
 )
 from gdsload.system.parallel import parallel_map
@@ -73,7 +74,7 @@ def hash_function(algorithm: str) -> Callable[[Any], str]:
         from xxhash import xxh3_128_hexdigest
     except ImportError as error:
         raise GdsloadError(
-            f"checksums of {algorithm} need xxhash: pip install 'gdsload[verify]' (manifests of"
+            f"checksums of {algorithm} need xxhash: {extra_hint('verify')} (manifests of"
             " `gdsload manifest --algorithm sha256` need nothing)"
         ) from error
     found: Callable[[Any], str] = xxh3_128_hexdigest

@@ -52,7 +52,7 @@ def program(name: str) -> ModuleType:
         if spec is None or not (directory / "places.py").is_file():
             raise GdsloadError(
                 f"no benchmarks in this installation (gdsload.benchmarks) or in {directory}:"
-                " install gdsload[bench] from a wheel or an sdist, or run from a checkout"
+                " install gdsload with its extra 'bench', or run from a checkout"
             )
         sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
     return importlib.import_module(f"{PACKAGE}.{name}")

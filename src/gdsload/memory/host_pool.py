@@ -144,8 +144,10 @@ def _layout(plan: ReadPlan) -> tuple[list[int], int]:
 
 
 class HostPool(quiesce.Holder):
-    """Host memory kept between loads. While it is open, all loads of this process read into it,
-    and take from it the bytes that it holds. Use it as a context, or close it.
+    """Host memory kept between loads. While it is open, all loads of this process that read to
+    host memory put their bytes into it, and take from it the bytes that it holds. Files that are in
+    the page cache are mapped and not copied; `prefetch(tier="pool")` copies them. Use it as a
+    context, or close it.
 
     Loads that do not fit read past the page cache into memory of their own. A load that finds too
     little room in the pool, the machine or its cgroup frees memory without living tensors, the
@@ -155,6 +157,10 @@ class HostPool(quiesce.Holder):
         limit_bytes: the most that it holds, in use and idle.
         pinned: None pins memory with CUDA once it is filled, if this process has opened a device.
             True opens device 0 and fails without CUDA; False never pins.
+
+    Attributes:
+        limit_bytes: As it was given.
+        notes: What the pool could not do, such as to pin its memory, in words.
 
     Raises:
         ValueError: a limit below 1.

@@ -332,7 +332,7 @@ def serve(
             a model the first name is served.
         name: The name of the model in the URL.
         host: The address to listen on. Readers elsewhere need one that they reach; "0.0.0.0" is all
-            addresses of this machine.
+            addresses of this machine: in `url`, readers put one of them in its place.
         port: The port; 0 takes a free one, which `url` tells.
         files: Further small files, by name. Of a model, its configuration is served; of a peer, its
             small files; of a path or another URL, the .json, .txt, .model and .jinja files.

@@ -68,7 +68,7 @@ class PrefetchCancelled(GdsloadError, RuntimeError):
 
 
 class PrefetchProgress(NamedTuple):
-    """Progress of a prefetch, in bytes and seconds.
+    """Progress of a prefetch, in bytes and seconds; made by `Prefetch.progress`.
 
     Attributes:
         state: "opening", "reading", "landed", "cancelled", "failed" or "closed".
@@ -582,8 +582,8 @@ def prefetch(
         device: Where the load is expected. For a GPU, tier "memory" is memory of this GPU; if the
             GPU cannot be used, `report.refusals` has the reason and host memory is used. The other
             tiers initialise the GPU meanwhile.
-        tier: "memory" reads into the page cache if it has room, else into memory that one load
-            takes over. "pool" reads into the open `warmup.HostPool`, for every later load.
+        tier: "memory" is the cheapest memory: the page cache if it has room, else memory that one
+            load takes over. "pool" reads into the open `warmup.HostPool`, for every later load.
             "pagecache" fills the page cache, for all processes.
         names: The tensors to read, as for `load_file`. None reads all.
         limit_bytes: For "pagecache": bytes to read at most. None: the available memory.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload.errors import GdsloadError, StallError, shown
+from gdsload.errors import GdsloadError, StallError, extra_hint, shown
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import LOCAL_CACHE, LocalCopy, RemoteFile, SourceFacts
@@ -333,7 +333,7 @@ class LocalCache:
         try:
             from xxhash import xxh3_128
         except ImportError:
-            raise _NotCached("it needs xxhash: pip install 'gdsload[verify]'") from None
+            raise _NotCached(f"it needs xxhash: {extra_hint('verify')}") from None
         version = file.digest or file.version
         facts = json.dumps({"url": file.key, "version": version, "size": file.size})
         directory = os.path.join(self.directory, hashlib.sha256(facts.encode()).hexdigest()[:32])

@@ -7,10 +7,10 @@ import os
 from importlib import import_module
 from typing import Any
 
-from gdsload.errors import BackendUnavailable
+from gdsload.errors import BackendUnavailable, extra_hint
 
 PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
-HINT = "pip install 'gdsload[nixl]'"
+HINT = extra_hint("nixl")
 # The thread that makes progress waits for events, and looks by itself after this time. Without
 # readers it uses 0.4 % of a core.
 _PROGRESS_MICROSECONDS = 10_000

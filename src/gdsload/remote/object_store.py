@@ -25,6 +25,7 @@ from gdsload.errors import (
     CheckpointNotFound,
     CheckpointUnreadable,
     FileChanged,
+    extra_hint,
 )
 from gdsload.remote.directory import HEAD_BYTES, RemoteDirectory, is_file_name
 from gdsload.remote.file import RemoteFile
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
 
 # The extra leaves obstore out below Python 3.11.
-INSTALL_HINT = (
-    "pip install 'gdsload[remote]'" if sys.version_info >= (3, 11) else "use Python 3.11 or newer"
-)
+INSTALL_HINT = extra_hint("remote") if sys.version_info >= (3, 11) else "use Python 3.11 or newer"
 # A try ends after this time without a byte, and failed tries are repeated for this long. Together
 # they are shorter than the default of `stall_seconds`.
 SILENCE_SECONDS = 10.0

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import registry
-from gdsload.errors import CheckpointError, safetensors_errors
+from gdsload.errors import CheckpointError, extra_hint, safetensors_errors
 from gdsload.integrations import other_libraries
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
@@ -216,8 +216,8 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        hint = "pip install 'gdsload[transformers]'"
-        raise ImportError(f"from_pretrained needs transformers: {hint}", name=error.name) from error
+        hint = f"from_pretrained needs transformers: {extra_hint('transformers')}"
+        raise ImportError(hint, name=error.name) from error
 
     config = kwargs.get("config")
     if not isinstance(config, transformers.PretrainedConfig):
