@@ -41,6 +41,7 @@ from gdsload.system.parallel import parallel_map
 from gdsload.system.storage import Storage, is_btrfs, reads_in_flight, remote_storage, storage_of
 
 _COPY_BYTES = 128 << 10
+_ALIGN_BYTES = 8  # to which safetensors aligns the data of a file
 # Of the descriptors of the process, for the shards and their direct reads. Imports need some, too.
 _DESCRIPTOR_PERCENT = 75
 _FEW_DESCRIPTORS = "the process may open too few files (ulimit -n)"
@@ -157,8 +158,12 @@ class ShardAccess:
         )
 
     def _completed(self, shard: int, ranges: Sequence[MergedRange]) -> bool:
-        """Reads the absent pages of ranges that are mostly in the page cache: a failing disk would
-        be a SIGBUS later. False if one cannot be read: a backend's read then tells the error."""
+        """Reads absent pages of ranges that are mostly in the page cache, if the load may copy from
+        them: a disk that fails on one would end it by SIGBUS. Those are windows of a `WindowWriter`
+        and tensors at odd addresses; of large ranges, all pages are too many to ask about.
+
+        False if one cannot be read: a backend's read then tells the error.
+        """
         opened = self._checkpoint.shards[shard]
 
         def complete(each: MergedRange) -> None:
@@ -168,7 +173,10 @@ class ShardAccess:
                 self._unreadable.add(shard)
 
         partly = [
-            r for r in ranges if not page_cache.wholly_resident(opened.fd, r.offset, r.length)
+            each
+            for each in ranges
+            if (each.length <= page_cache.EXACT_BYTES or each.offset % _ALIGN_BYTES)
+            and not page_cache.wholly_resident(opened.fd, each.offset, each.length)
         ]
         # In threads, so that a disk that hangs cannot block Ctrl-C.
         seconds = self._checkpoint.stall_seconds
