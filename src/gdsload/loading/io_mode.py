@@ -175,7 +175,7 @@ class ShardAccess:
         partly = [
             each
             for each in ranges
-            if (each.length <= page_cache.EXACT_BYTES or each.offset % _ALIGN_BYTES)
+            if (each.offset % _ALIGN_BYTES or not page_cache.is_large(each.length))
             and not page_cache.wholly_resident(opened.fd, each.offset, each.length)
         ]
         # In threads, so that a disk that hangs cannot block Ctrl-C.

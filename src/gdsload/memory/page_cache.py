@@ -23,7 +23,6 @@ from gdsload.system.storage import is_overlay
 # 0.1 s, longer than mapping them.
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 20
-EXACT_BYTES = SAMPLES * SAMPLE_BYTES  # smaller ranges are not sampled
 # A range is mapped if this share of it is warm; the cold pages are faulted in, or read before.
 WARM_SHARE = 0.98
 
@@ -150,9 +149,14 @@ def has_arrived(fd: int, offset: int, length: int) -> bool:
         return False
 
 
+def is_large(length: int) -> bool:
+    """Whether a range of so many bytes is sampled."""
+    return length > SAMPLES * SAMPLE_BYTES
+
+
 def mostly_resident(fd: int, offset: int, length: int) -> bool:
     """Whether nearly all of a range is resident. Large ranges are sampled, small ones are not."""
-    if length <= EXACT_BYTES:
+    if not is_large(length):
         samples, size = [offset], length
     else:
         step = (length - SAMPLE_BYTES) / (SAMPLES - 1)
@@ -178,7 +182,7 @@ def residency(fd: int, length: int) -> str:
     is always sampled, and "some" of it is "none".
     """
     try:
-        if length > EXACT_BYTES:
+        if is_large(length):
             warm = {resident_bytes(fd, at, 1) for at in _sample_offsets(0, length)}
             return "some" if len(warm) > 1 else "all" if warm.pop() else "none"
         found = resident_bytes(fd, 0, length) if length else 0
