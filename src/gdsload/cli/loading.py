@@ -9,7 +9,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +77,7 @@ def load(
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
     settings = settings_of(options) | ({"engine": engine} if engine else {})
     if trace:
-        directory = os.path.dirname(trace) or "."
-        if not os.path.isdir(directory):
-            raise click.UsageError(f"--trace {one_line(trace)}: no such directory")
-        if not os.access(trace if os.path.exists(trace) else directory, os.W_OK):
-            raise GdsloadError(f"--trace {one_line(trace)}: it cannot be written")
+        _require_writable(trace)
     names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
         paths = [shard.path for shard in checkpoint.shards]
@@ -99,15 +95,10 @@ def load(
         tensors.clear()
         if cold:
             make_cold(paths)
-        try:
+        with _usage_errors_of(settings):
             tensors = api.load_file(
                 source, device, backend=backend, names=names, cache=cache, options=settings, **where
             )
-        except (TypeError, ValueError) as error:  # of the backend, for a wrong option
-            context = click.get_current_context()
-            if isinstance(error, GdsloadError) or not settings or context.meta.get(terminal.DEBUG):
-                raise
-            raise click.UsageError(str(error), context) from error
         report = last_report()
         runs.append(report.to_dict())
         text = f"{number + 1} of {repeat}: " * (repeat > 1) + report.summary()
@@ -131,6 +122,27 @@ def load(
     if verify:
         number_of = count(len(tensors), "tensor")
         click.echo(f"verified: {number_of} as safetensors reads them, bit for bit")
+
+
+def _require_writable(trace: str) -> None:
+    """Before the load, which may take minutes. Raises UsageError and GdsloadError."""
+    directory = os.path.dirname(trace) or "."
+    if not os.path.isdir(directory):
+        raise click.UsageError(f"--trace {one_line(trace)}: no such directory")
+    if not os.access(trace if os.path.exists(trace) else directory, os.W_OK):
+        raise GdsloadError(f"--trace {one_line(trace)}: it cannot be written")
+
+
+@contextmanager
+def _usage_errors_of(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Makes errors of a backend about its options, if any were given, errors of the usage."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        context = click.get_current_context()
+        if isinstance(error, GdsloadError) or not settings or context.meta.get(terminal.DEBUG):
+            raise
+        raise click.UsageError(str(error), context) from error
 
 
 def require_known(backend: str, engine: object, device: str) -> None:
