@@ -137,8 +137,9 @@ def load_file(
             at least 0.9 of it is wanted, and `options` has neither "pages" nor "request_bytes".
             Otherwise it does not fill it.
             "fill" is like "auto", but also for a smaller part and with these options.
-            "keep" reads past it where the filesystem has direct I/O. If the page cache has parts of
-            a file already, the kernel may add pages next to them.
+            "keep" reads past it where the filesystem has direct I/O and `cache` is not "buffered".
+            If the page cache has parts of a file already, the kernel may add pages next to them,
+            and a load that maps the file those that are absent, 2 % at most.
             "drop" removes at the end of the load what was read through the page cache, except for
             bytes that were there before, and for mapped files. The kernel allows it only for files
             that the user owns or may write to; `report.refusals` names others.
@@ -410,7 +411,7 @@ def stream(
     Raises:
         ValueError: `order`, `cache`, `page_cache`, `verify` or `window_bytes` has no such value.
         GdsloadError: As for `load_file`, but no SafetensorError. A changed file is detected at the
-            end of each window.
+            end of each window, a dtype that torch lacks before the first tensor.
 
     Example:
         >>> for name, tensor in gdsload.stream("model", order="layers"):

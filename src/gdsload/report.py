@@ -91,8 +91,9 @@ class LoadReport:
             elsewhere, or by another engine than `threads`.
         paths: Bytes by I/O path, "backend/engine/mode", such as "posix/threads/direct"; of cuFile
             what it did, such as "gds_mt/nvfs", "gds_mt/p2p" or "gds_mt/compat". "mapped": used from
-            a mapping of the file, whose pages were in the page cache, or are read by the kernel on
-            first use (`cache="mapped"`, too little memory) or before (files of up to 2 MiB).
+            a mapping of the file. Its pages were in the page cache (98 % at least), or were read
+            into it first (checkpoints of up to 2 MiB), or are read when they are used (all with
+            `cache="mapped"`, or if memory has no room).
             "prefetched" and "pool": taken from there. "local_cache", "nixl/ucx" and
             "object_store/s3": of URLs.
         rates: Measured bytes per second of each backend.

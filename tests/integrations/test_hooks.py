@@ -25,9 +25,11 @@ from equal import FIRST, NEW, names_replaced, open_files
 from gdsload.backends.base import Failure, Progress
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.registry import register_backend
+from gdsload.errors import CheckpointError
 from gdsload.events import Event, LoadEnded
 from gdsload.integrations.transformers import hooks, load_plan
-from gdsload.integrations.transformers.model_reader import ModelReader
+from gdsload.integrations.transformers.model_reader import ModelReader, Options
+from gdsload.report import LoadReport
 from gdsload.system.gc_control import IMPORT_THRESHOLD
 from windows import small_windows
 
@@ -432,3 +434,11 @@ def test_loads_in_threads_do_not_affect_each_other(
         for thread in threads:
             thread.join()
     assert wrong == []
+
+
+def test_tensor_that_there_is_none_of_is_named(tiny_checkpoint: Path) -> None:
+    """As with a key_mapping of transformers 4.57 that leads to no tensor."""
+    file = str(next(tiny_checkpoint.glob("*.safetensors")))
+    error = pytest.raises(CheckpointError, match=f"^{file}: there is no tensor 'nope'")
+    with ModelReader([file], Options(), LoadReport(file)) as reader, error:
+        reader.expect(["nope"], set())

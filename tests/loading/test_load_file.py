@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from gdsload.checkpoint.header import header_bytes
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError, ReadError
 from gdsload.loading import io_mode, page_cache_fill, whole_tensors
+from gdsload.loading.batch import Batch
 from gdsload.memory import host_buffers, page_cache
 from legal import TORCH_DTYPES, files, raw, same, write
 from storage import kept_warm
@@ -608,14 +610,33 @@ def slice_of(path: Path) -> object:
     [("F6_E2M3", [4], "torch has no dtype"), ("F4", [2, 3], "needs an even last dimension")],
 )
 def test_tensor_that_torch_cannot_have_is_named_with_its_file(
-    tmp_path: Path, load: Callable[[Path], object], dtype: str, shape: list[int], why: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    load: Callable[[Path], object],
+    dtype: str,
+    shape: list[int],
+    why: str,
 ) -> None:
+    """Before the load waits for anything."""
+    monkeypatch.setattr(Batch, "wait", None)
     safetensors.torch.save_file(
         {"v": torch.zeros(4)}, tmp_path / "model-00001-of-00002.safetensors"
     )
     (path := tmp_path / "model-00002-of-00002.safetensors").write_bytes(
         header_bytes([("w", dtype, shape, 3)]) + bytes(3)
     )
-    with pytest.raises(CheckpointError, match=f"{path}: tensor 'w'.* {why}") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"^{re.escape(str(path))}: tensor 'w'.* {why}"
+    ) as caught:
         load(tmp_path)
     assert (caught.value.path, caught.value.tensor) == (str(path), "w")
+
+
+@pytest.mark.parametrize("names", ["nope", "no*"])
+def test_name_that_the_checkpoint_lacks_is_an_error_that_names_it_once(
+    tiny_checkpoint: Path, names: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        gdsload.load_file(tiny_checkpoint, names=names)
+    assert str(caught.value).count(str(tiny_checkpoint)) == 1
+    assert caught.value.path == str(tiny_checkpoint)

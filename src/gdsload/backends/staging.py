@@ -245,10 +245,10 @@ class StagedRequest(PumpedRequest):
             if not landed:
                 # The device is busy with other work. Until it has ended the copies, their memory
                 # must not be used for anything else.
-                late_copies.keep(self, lambda: self.landed)
+                late_copies.keep(self, lambda: self.copies_ended)
             late_copies.forget_ended()
 
     @property
-    def landed(self) -> bool:
-        """Once it has ended: whether no copy into its memory is under way."""
+    def copies_ended(self) -> bool:
+        """Whether no copy into its memory is under way; to be asked once it has ended."""
         return self._addresses.end(0.0)

@@ -139,7 +139,8 @@ def no_such_tensor(name: str, tensors: Mapping[str, TensorInfo], source: str) ->
     if len(tensors) <= _MOST_COMPARED and len(name) <= _LONGEST_COMPARED:
         similar = difflib.get_close_matches(name, tensors, n=1, cutoff=0.8)
     hint = f"; did you mean {shown(similar[0])}?" if similar else ""
-    return CheckpointError(f"{source}: there is no tensor {shown(name)} in it{hint}", tensor=name)
+    text = f"{source}: there is no tensor {shown(name)} in it{hint}"
+    return CheckpointError(text, path=source, tensor=name)
 
 
 def is_single(names: object) -> bool:
@@ -176,6 +177,7 @@ def chosen(tensors: Mapping[str, TensorInfo], names: Names, source: str) -> list
             text = choice.pattern if isinstance(choice, re.Pattern) else choice
             raise CheckpointError(
                 f"{source}: no tensor has the name or matches the pattern {shown(text)}",
+                path=source,
                 tensor=choice if isinstance(choice, str) else None,
             )
         found.update(hits)

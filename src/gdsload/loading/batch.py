@@ -337,13 +337,14 @@ class Batch:
             StallError: No byte arrived for the session's `stall_seconds`.
             LoadCancelled: The load was cancelled.
         """
-        phase, advance = self.session.report.phase, advance or (lambda nbytes: None)
+        phase = self.session.report.phase
+        advance = advance or (lambda nbytes: None)
         with phase("wait for the prefetch") if self.claims else nullcontext():
             self._await_claims(advance, watch)
         to_check = self._to_check(parts)
         ended = self._request is None or self.complete
         with nullcontext() if ended else phase("read"):
-            while progress := None if ended else self._note_progress():
+            while not ended and (progress := self._note_progress()) is not None:
                 advance(sum(self.plan.transfers[number].wanted for number in progress.settled))
                 self._require_progress(progress)
                 if progress.finished:

@@ -74,8 +74,9 @@ class ShardAccess:
     ) -> None:
         self._remote = checkpoint.remote
         if self._remote and settings.cache == "mapped":
+            title = checkpoint.source
             raise CheckpointError(
-                f"{checkpoint.source}: cache='mapped', but only files of this machine can be mapped"
+                f"{title}: cache='mapped', but only files of this machine can be mapped", path=title
             )
         self.cache = settings.cache
         self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)
@@ -151,16 +152,18 @@ class ShardAccess:
         merged = merged_ranges_of(ranges)
         if not all(warm(opened.fd, each.offset, each.length) for each in merged):
             return False
-        if not (opened.distant or self._completed(shard, merged)):
+        misaligned = any(each.offset % _ALIGN_BYTES for each in ranges)
+        if not (opened.distant or self._completed(shard, merged, all_pages=misaligned)):
             return False
         return not (opened.distant or reads_in_flight(opened.identity.dev)) or all(
             page_cache.has_arrived(opened.fd, each.offset, each.length) for each in merged
         )
 
-    def _completed(self, shard: int, ranges: Sequence[MergedRange]) -> bool:
-        """Reads absent pages of ranges that are mostly in the page cache, if the load may copy from
-        them: a disk that fails on one would end it by SIGBUS. Those are windows of a `WindowWriter`
-        and tensors at odd addresses; of large ranges, all pages are too many to ask about.
+    def _completed(self, shard: int, ranges: Sequence[MergedRange], *, all_pages: bool) -> bool:
+        """Reads absent pages of ranges that are mostly in the page cache: where the load copies, a
+        disk that fails on one would end it by SIGBUS. Asking about all pages of a large range takes
+        too long for a load that copies nothing: that is for tensors at odd addresses (`all_pages`).
+        Windows of a `WindowWriter` are no large ranges.
 
         False if one cannot be read: a backend's read then tells the error.
         """
@@ -175,7 +178,7 @@ class ShardAccess:
         partly = [
             each
             for each in ranges
-            if (each.offset % _ALIGN_BYTES or not page_cache.is_large(each.length))
+            if (all_pages or not page_cache.is_large(each.length))
             and not page_cache.wholly_resident(opened.fd, each.offset, each.length)
         ]
         # In threads, so that a disk that hangs cannot block Ctrl-C.

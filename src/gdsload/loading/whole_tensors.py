@@ -55,7 +55,8 @@ def load(
     try:
         for group in groups:
             posted.append((group, post(session, group, past_cache=past_cache)))
-        _import_torch(session, device, infos)
+        _import_torch(session, device)
+        require_possible(infos)
         found: dict[str, torch.Tensor] = {}
         for group, batch in posted:
             last = batch is posted[-1][1]
@@ -80,7 +81,8 @@ def load_in_windows(
     windows = ((group, post(session, group)) for group in grouped(infos, window_bytes))
     posted = deque(islice(windows, 1))
     try:
-        _import_torch(session, device, infos)
+        _import_torch(session, device)
+        require_possible(infos)
         while posted:
             posted.extend(islice(windows, 1))
             group, batch = posted[0]
@@ -116,11 +118,9 @@ def _handed_over(
     return tensors
 
 
-def _import_torch(session: Session, device: str, infos: Sequence[TensorInfo]) -> None:
-    """Imports torch while native threads read. Raises CheckpointError for a tensor that it cannot
-    have, and PlacementError if it cannot use `device`."""
+def _import_torch(session: Session, device: str) -> None:
+    """Imports torch while native threads read. Raises PlacementError if it cannot use `device`."""
     with session.report.phase("import torch"):
         import torch  # noqa: F401
-    require_possible(infos)
     if session.device != device:
         require_device(device)

@@ -589,7 +589,7 @@ def prefetch(
         limit_bytes: For "pagecache": bytes to read at most. None: the available memory.
         keep: Whether bytes that the first load does not take are held until `close`.
         backend: "auto" or the name of a backend.
-        cache: As for `load_file`.
+        cache: As for `load_file`. Tier "pagecache" reads through the page cache with any of them.
         page_cache: As for `load_file`; not for tier "pagecache".
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the prefetch fails.
@@ -631,7 +631,8 @@ def prefetch(
             f"tier='pagecache' keeps no bytes in this process: verify={verify!r} is for the load"
         )
     if tier == "pagecache":
-        settings = settings.changed(cache="buffered")  # what its reads are: nothing is dropped
+        # A session of direct reads would drop them again on btrfs.
+        settings = settings.changed(cache="buffered")
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = require_name(device)

@@ -417,6 +417,7 @@ def test_next_candidate_waits_for_the_copies_of_the_last_one(
         time.sleep(0.2)
         progress = backend.check(first.request)
         assert progress.device_busy and not progress.finished
+        assert progress.idle_seconds >= 0.1  # a device that stays busy ends the load
         assert first.request.held
         doubles.end_work()
         for each in (first, second):

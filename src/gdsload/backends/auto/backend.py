@@ -325,14 +325,16 @@ class AutoBackend(Backend):
                 if not part.ended:  # a failure of another part may have ended it
                     self._collect(each, part)
             for each in self._requests:
-                for part, transfers in each.take_landed():
+                for part, transfers in each.take_released():
                     self._pass_on(each, transfers, part.candidate)
             for candidate in self._candidates.values():
                 if why := self._reason_to_abandon(candidate):
                     self._abandon(candidate, why)
             self._advance()
             settled, failures = request.news()
-            idle = min((part.idle_seconds for _, part in self._active()), default=0.0)
+            silences = [part.idle_seconds for _, part in self._active()]
+            silences += [part.ended_seconds for each in self._requests for part, _ in each.held]
+            idle = min(silences, default=0.0)
             finished = request.undone == 0 or request not in self._requests
             busy = any(part.device_busy for _, part in self._active())
             busy = busy or any(each.held for each in self._requests)
@@ -364,7 +366,7 @@ class AutoBackend(Backend):
                 candidate.read_bytes += nbytes
                 if path.rpartition("/")[2] in _COMPAT:
                     candidate.compat_bytes += nbytes
-        if again and part.ended and not part.landed:
+        if again and part.ended and not part.copies_ended:
             request.held.append((part, again))
         elif again:
             self._pass_on(request, again, candidate)

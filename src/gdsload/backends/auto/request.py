@@ -58,10 +58,10 @@ class AutoRequest:
     def active(self) -> list[Part]:
         return [part for part in self.parts if not part.ended]
 
-    def take_landed(self) -> list[tuple[Part, list[Transfer]]]:
+    def take_released(self) -> list[tuple[Part, list[Transfer]]]:
         """Removes what was held for copies that have ended meanwhile."""
         found = self.held
-        self.held = [each for each in found if not each[0].landed]
+        self.held = [each for each in found if not each[0].copies_ended]
         return [each for each in found if each not in self.held]
 
     def settle(self, transfer: Transfer, failure: Failure | None) -> None:
@@ -126,9 +126,14 @@ class Part:
         return (low, high - 1) if 0 in self._settled[low:high] else None
 
     @property
-    def landed(self) -> bool:
-        """Once it has ended: whether no copy of it is under way. The device may be busy."""
-        return bool(self.request.landed)
+    def copies_ended(self) -> bool:
+        """Whether no copy of it is under way any more; to be asked once it has ended."""
+        return bool(self.request.copies_ended)
+
+    @property
+    def ended_seconds(self) -> float:
+        """Time since it has ended."""
+        return time.monotonic() - self._ended_at
 
     @property
     def facts(self) -> Sequence[RequestFacts]:

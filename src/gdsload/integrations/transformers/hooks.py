@@ -199,6 +199,7 @@ def _opening(options: Options, report: LoadReport) -> Iterator[None]:
 
         def open_file(path: str, device: Any) -> OpenedFile:
             reader = stack.enter_context(ModelReader([path], options, report))
+            stack.enter_context(reader.checkpoint.naming())
             readers.append(reader)
             return reader.opened(device)
 
@@ -324,7 +325,7 @@ def _patch_old_shard(module: ModuleType) -> Iterator[Replacement]:
         if known is None or not str(path).endswith(".safetensors"):
             return original(model, state_dict, path, names, *rest, **named)
         options, report = known
-        with ModelReader([str(path)], options, report) as reader:
+        with ModelReader([str(path)], options, report) as reader, reader.checkpoint.naming():
             places = named.get("device_map", rest[0] if rest else None) or {}
             mesh = named.get("device_mesh", rest[5] if len(rest) > 5 else None)
             # It takes what it leaves on disk, too, and drops it.
