@@ -454,7 +454,7 @@ def test_number_sign_is_written_as_its_code(server: ObjectServer) -> None:
 
 def test_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(BackendUnavailable, match=r"gdsload\[remote\]"):
+    with pytest.raises(BackendUnavailable, match=r"pip install '\.\[remote\]'"):
         Checkpoint.open("s3://bucket/model")
 
 
