@@ -152,18 +152,19 @@ class ShardAccess:
         merged = merged_ranges_of(ranges)
         if not all(warm(opened.fd, each.offset, each.length) for each in merged):
             return False
-        misaligned = any(each.offset % _ALIGN_BYTES for each in ranges)
-        if not (opened.distant or self._completed(shard, merged, all_pages=misaligned)):
+        if not (opened.distant or self._completed(shard, ranges, merged)):
             return False
         return not (opened.distant or reads_in_flight(opened.identity.dev)) or all(
             page_cache.has_arrived(opened.fd, each.offset, each.length) for each in merged
         )
 
-    def _completed(self, shard: int, ranges: Sequence[MergedRange], *, all_pages: bool) -> bool:
+    def _completed(
+        self, shard: int, ranges: Sequence[ByteRange], merged: Sequence[MergedRange]
+    ) -> bool:
         """Reads absent pages of ranges that are mostly in the page cache: where the load copies, a
         disk that fails on one would end it by SIGBUS. Asking about all pages of a large range takes
-        too long for a load that copies nothing: that is for tensors at odd addresses (`all_pages`).
-        Windows of a `WindowWriter` are no large ranges.
+        too long for a load that copies nothing: that is for tensors at odd addresses. Windows of a
+        `WindowWriter` are no large ranges.
 
         False if one cannot be read: a backend's read then tells the error.
         """
@@ -175,10 +176,11 @@ class ShardAccess:
             except OSError:
                 self._unreadable.add(shard)
 
+        copies = any(each.offset % _ALIGN_BYTES for each in ranges)
         partly = [
             each
-            for each in ranges
-            if (all_pages or not page_cache.is_large(each.length))
+            for each in merged
+            if (copies or not page_cache.is_large(each.length))
             and not page_cache.wholly_resident(opened.fd, each.offset, each.length)
         ]
         # In threads, so that a disk that hangs cannot block Ctrl-C.

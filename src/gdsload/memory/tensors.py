@@ -51,10 +51,8 @@ def make_tensors(
     import torch
 
     infos = list(infos)
-    require_possible(infos)
     formats = {
-        dtype: (*_dlpack_format(dtype), DTYPES[dtype].align)
-        for dtype in {info.dtype for info in infos}
+        dtype: (*_dlpack_format(dtype), DTYPES[dtype].align) for dtype in require_possible(infos)
     }
     tensors: dict[str, torch.Tensor] = {}
     for info in infos:
@@ -76,8 +74,8 @@ def make_tensors(
     return tensors
 
 
-def require_possible(infos: Sequence[TensorInfo]) -> None:
-    """Raises CheckpointError for a tensor that this torch cannot have."""
+def require_possible(infos: Sequence[TensorInfo]) -> list[str]:
+    """The dtypes of these tensors. Raises CheckpointError for one that this torch cannot have."""
     one_of = {info.dtype: info for info in infos}
     for info in one_of.values():
         torch_dtype_of(info)
@@ -85,6 +83,7 @@ def require_possible(infos: Sequence[TensorInfo]) -> None:
         for info in infos:
             if info.dtype == "F4":
                 packed_shape(info)
+    return list(one_of)
 
 
 def tensor_of(capsule: object) -> torch.Tensor:

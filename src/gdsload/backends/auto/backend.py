@@ -332,12 +332,13 @@ class AutoBackend(Backend):
                     self._abandon(candidate, why)
             self._advance()
             settled, failures = request.news()
-            silences = [part.idle_seconds for _, part in self._active()]
-            silences += [part.ended_seconds for each in self._requests for part, _ in each.held]
+            active = [part for _, part in self._active()]
+            held = [part for each in self._requests for part, _ in each.held]
+            silences = [part.idle_seconds for part in active]
+            silences += [part.ended_seconds for part in held]
             idle = min(silences, default=0.0)
             finished = request.undone == 0 or request not in self._requests
-            busy = any(part.device_busy for _, part in self._active())
-            busy = busy or any(each.held for each in self._requests)
+            busy = bool(held) or any(part.device_busy for part in active)
             return Progress(settled, failures, finished, idle, busy)
 
     def _collect(self, request: AutoRequest, part: Part) -> None:
