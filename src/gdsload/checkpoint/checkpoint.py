@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -190,70 +190,27 @@ class Checkpoint(quiesce.Holder):
         header_limit: int,
         stall_seconds: float,
     ) -> Checkpoint:
-        read_header = partial(_read_header, limit=header_limit)
-        open_shard = partial(_open_shard, filesystems={})
-        unused: list[Shard] = []
-        failed = False
-
-        def discard(shard: Shard) -> None:
-            """Closes a shard that was opened when another one had failed; at once if all have."""
-            unused.append(shard)
-            if failed:
-                close_shards(unused)
-
-        def first(path: str) -> tuple[CheckpointFiles, list[Shard], list[bytes]]:
-            files = find(path)
-            shards: list[Shard] = []
-            total = len(files.shards)
-            try:
-                for each in files.shards if total <= _FEW_SHARDS else ():
-                    if total > 1 and each.directory is not None:
-                        break
-                    shards.append(open_shard(each, named_by=files.index_path))
-                    if total > 1 and not shards[-1].on_disk:
-                        break  # each access may be a round trip
-                return files, shards, list(map(read_header, shards)) if len(shards) == total else []
-            except BaseException:
-                close_shards(shards)
-                raise
-
-        def close(found: tuple[CheckpointFiles, list[Shard], list[bytes]]) -> None:
-            close_shards(found[1])
-
         # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a few files.
-        ((files, shards, texts),) = parallel_map(
-            first, [source], path_of=shown_source, discard=close, stall_seconds=stall_seconds
+        (found,) = parallel_map(
+            partial(_find_and_open, find=find, limit=header_limit),
+            [source],
+            path_of=shown_source,
+            discard=_Found.close,
+            stall_seconds=stall_seconds,
         )
+        files, shards, texts = found
         try:
             if len(shards) < len(files.shards):
                 # All shards are opened before the first is read: this leaves a download that
                 # replaces them one by one the least time to mix two versions.
-                with closing(
-                    parallel_map(
-                        partial(open_shard, named_by=files.index_path),
-                        files.shards[len(shards) :],
-                        path_of=_path_of,
-                        discard=discard,
-                        stall_seconds=stall_seconds,
-                    )
-                ) as opening:
-                    shards.extend(opening)
+                shards += _opened_in_parallel(files, len(shards), stall_seconds)
             shards = _local_copies(shards)
-            # closing() ends the threads before the descriptors that they read are closed.
-            with (
-                nullcontext(texts)
-                if texts
-                else closing(
-                    parallel_map(read_header, shards, path_of=_path_of, stall_seconds=stall_seconds)
-                )
-            ) as found:
-                headers = list(_parsed(shards, found))
+            headers = _headers(shards, texts, header_limit, stall_seconds)
             with collector_paused():
                 merged = _merged(files, shards, headers, strict)
             return cls(files.title, shards, merged, stall_seconds)
         except BaseException:
-            failed = True
-            close_shards([*shards, *unused])
+            close_shards(shards)
             raise
 
     def infos(self, names: Names = None) -> list[TensorInfo]:
@@ -392,6 +349,69 @@ class Lookup(NamedTuple):
         return Checkpoint.open(source, **self._asdict())  # type: ignore[arg-type]
 
 
+class _Found(NamedTuple):
+    """What the first thread finds."""
+
+    files: CheckpointFiles
+    shards: list[Shard]  # those that it has opened, in the order of `files`
+    texts: list[bytes]  # their headers, if it has opened all
+
+    def close(self) -> None:
+        close_shards(self.shards)
+
+
+def _find_and_open(source: str, find: Callable[[str], CheckpointFiles], limit: int) -> _Found:
+    """The files of a checkpoint. If they are few and on a disk, it opens them and reads their
+    headers, too; of others, each access may be a round trip, and only one file is opened here."""
+    files = find(source)
+    shards: list[Shard] = []
+    total = len(files.shards)
+    filesystems: dict[int, str] = {}
+    try:
+        for each in files.shards if total <= _FEW_SHARDS else ():
+            if total > 1 and each.directory is not None:
+                break
+            shards.append(_open_shard(each, named_by=files.index_path, filesystems=filesystems))
+            if total > 1 and not shards[-1].on_disk:
+                break
+        has_all = len(shards) == total
+        return _Found(files, shards, [_read_header(each, limit) for each in shards if has_all])
+    except BaseException:
+        close_shards(shards)
+        raise
+
+
+def _opened_in_parallel(files: CheckpointFiles, first: int, stall_seconds: float) -> list[Shard]:
+    """Opens the shards from number `first` on, or none."""
+    opened: list[Shard] = []
+    unused: list[Shard] = []
+    failed = False
+
+    def discard(shard: Shard) -> None:
+        """Closes a shard that was opened when another one had failed; at once if all have."""
+        unused.append(shard)
+        if failed:
+            close_shards(unused)
+
+    open_shard = partial(_open_shard, named_by=files.index_path, filesystems={})
+    try:
+        with closing(
+            parallel_map(
+                open_shard,
+                files.shards[first:],
+                path_of=_path_of,
+                discard=discard,
+                stall_seconds=stall_seconds,
+            )
+        ) as opening:
+            opened.extend(opening)
+        return opened
+    except BaseException:
+        failed = True
+        close_shards([*opened, *unused])
+        raise
+
+
 def _path_of(shard: ShardPath | Shard) -> str:
     return shard.path
 
@@ -480,14 +500,24 @@ def _no_readahead(fd: int) -> Iterator[None]:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
 
 
-def _parsed(shards: Iterable[Shard], texts: Iterable[bytes]) -> Iterator[dict[str, TensorInfo]]:
-    """The tensors of each shard, by the text of its header, which the shard notes as well."""
-    for number, (shard, text) in enumerate(zip(shards, texts, strict=True)):
-        with collector_paused():
-            header = parse_header(text, shard.size, path=shard.path, shard=number)
-        shard.data_start = LENGTH_BYTES + len(text)
-        shard.metadata = header.metadata
-        yield header.tensors
+def _headers(
+    shards: Sequence[Shard], texts: Iterable[bytes], limit: int, stall_seconds: float
+) -> list[dict[str, TensorInfo]]:
+    """The tensors of each shard, by the text of its header; without `texts`, they are read."""
+    headers: list[dict[str, TensorInfo]] = []
+    with ExitStack() as stack:
+        if not texts:
+            read_header = partial(_read_header, limit=limit)
+            texts = parallel_map(read_header, shards, path_of=_path_of, stall_seconds=stall_seconds)
+            # This ends the threads before the descriptors that they read are closed.
+            stack.callback(texts.close)
+        for number, (shard, text) in enumerate(zip(shards, texts, strict=True)):
+            with collector_paused():
+                header = parse_header(text, shard.size, path=shard.path, shard=number)
+            shard.data_start = LENGTH_BYTES + len(text)
+            shard.metadata = header.metadata
+            headers.append(header.tensors)
+    return headers
 
 
 def _merged(
