@@ -87,7 +87,7 @@ def test_file_on_network_storage_that_nobody_closes_is_not_waited_for(
 ) -> None:
     answers, closed = slow_close
     shard = opened(path)
-    shard.filesystem, fd = "fuse.test", shard.fd
+    shard.fstype, fd = "fuse.test", shard.fd
     del shard
     gc.collect()
     assert os.fstat(fd)  # still open
@@ -192,7 +192,7 @@ from gdsload.checkpoint import Identity, Shard
 from gdsload.checkpoint.file_io import open_regular
 from gdsload.errors import FileChanged
 fd, status = open_regular(sys.argv[1])
-shard = Shard(fd, Identity.of(status), path="shard", name="shard", filesystem=sys.argv[2])
+shard = Shard(fd, Identity.of(status), path="shard", name="shard", fstype=sys.argv[2])
 refuse([{"x86_64": 332}.get(platform.machine(), 291)], int(sys.argv[3]))
 try:
     print(shard.verify_unchanged())
@@ -276,7 +276,7 @@ def test_load_that_opens_a_file_again_ends_though_the_storage_does_not_answer(
         return open_regular(*args, **named)
 
     shard = opened(path)
-    shard.filesystem = "nfs4"
+    shard.fstype = "nfs4"
     quiesce_shards([shard])
     with descriptors.none_left(), monkeypatch.context() as patch:
         patch.setattr(shard_module, "open_regular", slow)
@@ -353,7 +353,7 @@ def test_files_of_one_checkpoint_are_waited_for_together(
     )
     shards = [opened(path) for _ in range(3)]
     for shard in shards:
-        shard.filesystem = "fuse.test"
+        shard.fstype = "fuse.test"
     quiesce_shards(shards)
     assert waits == [3]
     assert all(shard.read(0, 1) == b"\0" for shard in shards)  # opened again

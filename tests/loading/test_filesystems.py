@@ -29,7 +29,6 @@ from descriptors import none_left
 from gdsload.checkpoint import Shard, checkpoint as checkpoint_module
 from gdsload.cli import measuring
 from gdsload.errors import FileChanged, ReadError
-from gdsload.loading import io_mode
 from gdsload.memory import page_cache
 from gdsload.system.storage import DEPTH
 from storage import ENGINES, kept_warm, python, save
@@ -228,7 +227,7 @@ def test_direct_reads_on_btrfs_leave_nothing_in_the_page_cache(
     path = expected[0] / NAME
     if page_cache.evict(path):
         pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
-    monkeypatch.setattr(io_mode, "is_btrfs", lambda _: True)
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "btrfs")
     monkeypatch.setattr(Shard, "reopen_direct", lambda *_: None)
     report = checked(path, page_cache="keep")
     assert io_modes(report) == {"buffered"}

@@ -26,9 +26,9 @@ from safetensors.torch import load_file as reference_load_file, save_file
 import gdsload
 from command import run
 from gated import Gate, gated
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, FileChanged, PlacementError, ReadError
-from gdsload.loading import claims, io_mode
+from gdsload.loading import claims
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
@@ -624,7 +624,8 @@ def test_page_cache_is_filled_and_counted(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, btrfs: bool, cache: str
 ) -> None:
     """On btrfs, sessions drop what direct reads leave in the page cache."""
-    monkeypatch.setattr(io_mode, "is_btrfs", lambda _: btrfs)
+    fstype = "btrfs" if btrfs else ""
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: fstype)
     files = sorted(checkpoint.glob("*.safetensors"))
     if any(page_cache.evict(file) for file in files):
         pytest.skip("this filesystem keeps its pages")

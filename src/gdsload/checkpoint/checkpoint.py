@@ -50,7 +50,7 @@ from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_eased, collector_paused
 from gdsload.system.parallel import parallel_map
 from gdsload.system.stall import STALL_SECONDS
-from gdsload.system.storage import OVERLAY, filesystem_without_disk, is_distant
+from gdsload.system.storage import filesystem_without_disk
 
 _FEW_SHARDS = 4  # on a disk, one thread opens them faster than several start
 
@@ -429,15 +429,13 @@ def _shard_of(
 ) -> Shard:
     if status.st_dev not in filesystems:
         filesystems[status.st_dev] = filesystem_without_disk(path, status)
-    kind = filesystems[status.st_dev]
     return Shard(
         fd,
         Identity.of(status),
         path=path,
         name=name,
-        filesystem=kind if is_distant(kind) else "",
+        fstype=filesystems[status.st_dev],
         preferred_bytes=status.st_blksize,
-        in_overlay=kind == OVERLAY,
     )
 
 

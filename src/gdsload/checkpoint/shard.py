@@ -27,6 +27,7 @@ from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import RemoteFile
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.parallel import parallel_map
+from gdsload.system.storage import OVERLAY, is_distant
 
 _openings = count(1)
 _lock = fork_safe_lock(sys.modules[__name__])
@@ -68,9 +69,8 @@ class Shard:
         directory: The directory elsewhere that it is in, also of a copy in the local cache.
         origin: Of a copy in the local cache: the key and the version of the file elsewhere.
         size: The size of the file in bytes.
-        filesystem: The type of its filesystem if this is distant: a network or a daemon, which may
-            not answer, is between it and its storage. Otherwise "".
-        in_overlay: Whether it is in an overlay, whose lower layers may be distant.
+        fstype: The type of its filesystem, such as "nfs4" or "btrfs"; "" if its device number is
+            that of a disk, or if the type is not known.
         preferred_bytes: The size of a read that its filesystem prefers.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header; None if it has none.
@@ -89,9 +89,8 @@ class Shard:
         *,
         path: str,
         name: str,
-        filesystem: str = "",
+        fstype: str = "",
         preferred_bytes: int = 0,
-        in_overlay: bool = False,
     ) -> None:
         self._fd = fd
         self._quiesced = False  # whether the descriptor is released by quiesce()
@@ -103,8 +102,7 @@ class Shard:
         self.name = name
         self.identity = identity
         self.size = identity.size
-        self.filesystem = filesystem
-        self.in_overlay = in_overlay
+        self.fstype = fstype
         self.preferred_bytes = preferred_bytes
         self.data_start = 0
         self.metadata: dict[str, str] | None = None
@@ -163,14 +161,20 @@ class Shard:
         return Identity.elsewhere(self.size, self.origin) if self.cached else self.identity
 
     @property
+    def filesystem(self) -> str:
+        """The type of its filesystem if this is distant, else ""."""
+        return self.fstype if self.distant else ""
+
+    @property
     def distant(self) -> bool:
-        """Whether a network or a daemon is between it and its storage."""
-        return bool(self.filesystem)
+        """Whether a network or a daemon, which may not answer, is between it and its storage."""
+        return is_distant(self.fstype)
 
     @property
     def may_hang(self) -> bool:
-        """Whether system calls on it may wait without end."""
-        return self.distant or self.in_overlay
+        """Whether system calls on it may wait without end. Lower layers of overlays are distant,
+        perhaps."""
+        return self.distant or self.fstype == OVERLAY
 
     @property
     def on_disk(self) -> bool:

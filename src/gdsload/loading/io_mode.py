@@ -38,7 +38,7 @@ from gdsload.planning.read_plan import (
 )
 from gdsload.report import LoadReport
 from gdsload.system.parallel import parallel_map
-from gdsload.system.storage import Storage, is_btrfs, reads_in_flight, remote_storage, storage_of
+from gdsload.system.storage import Storage, reads_in_flight, remote_storage, storage_of
 
 _COPY_BYTES = 128 << 10
 _ALIGN_BYTES = 8  # to which safetensors aligns the data of a file
@@ -91,7 +91,7 @@ class ShardAccess:
         # btrfs reads compressed files, and into memory that nobody has touched, by the page cache.
         direct = settings.cache in ("auto", "direct")
         self._drops = not self._remote and (
-            self._must_drop or (direct and is_btrfs(checkpoint.shards[0].fd))
+            self._must_drop or (direct and checkpoint.shards[0].fstype == "btrfs")
         )
         self.fill = PageCacheFill(checkpoint, settings)
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).

@@ -26,8 +26,8 @@ from gdsload.report import LoadReport
 from gdsload.system.available import available_bytes
 from gdsload.system.mountinfo import kind_of_device
 from gdsload.system.storage import (
+    OVERLAY,
     fill_request_bytes,
-    is_overlay,
     read_ahead_bytes,
     reads_ahead_by_huge_pages,
 )
@@ -132,7 +132,7 @@ class PageCacheFill:
     @cached_property
     def _read_ahead(self) -> int | None:
         shard = self._checkpoint.shards[0]
-        return read_ahead_bytes(shard.identity.dev, is_overlay(shard.fd))
+        return read_ahead_bytes(shard.identity.dev, shard.fstype == OVERLAY)
 
     def _why_not(self, nbytes: int, beside_bytes: int) -> str:
         shards = self._checkpoint.shards

@@ -86,18 +86,8 @@ def filesystem_without_disk(path: str, status: os.stat_result) -> str:
 def is_overlay(fd: int) -> bool:
     """Whether an open file is in an overlay, as in a container: the files below it have the pages
     in the page cache, and the disk."""
-    return _kind_without_disk(fd) == OVERLAY
-
-
-def is_btrfs(fd: int) -> bool:
-    """Whether an open file is on btrfs, which has device numbers of its own and no disk's."""
-    return _kind_without_disk(fd) == "btrfs"
-
-
-def _kind_without_disk(fd: int) -> str:
-    """The kind of filesystem of an open file, "" if its device number is that of a disk."""
     status = os.fstat(fd)
-    return "" if os.major(status.st_dev) else _kind_of(fd, status.st_dev, status.st_ino)
+    return not os.major(status.st_dev) and _kind_of(fd, status.st_dev, status.st_ino) == OVERLAY
 
 
 @lru_cache(maxsize=1024)  # files, which are asked about for each sample
