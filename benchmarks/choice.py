@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gdsload.backends import find
 from gdsload.backends.cufile import library
+from gdsload.backends.posix.engines import ENGINES
 from gdsload.errors import GdsloadError
 
 from . import fio
@@ -33,7 +34,7 @@ STATE_ARMS = (  # in several states of memory
     "runai:NUMPY_MADVISE_HUGEPAGE=0", "fastsafetensors",
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
-ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads"))
+POSIX = tuple(f"engine={name}" for name in ENGINES)
 PAGES = tuple(f"pages={name}" for name in ("auto", "huge", "small", "bounce"))  # of fresh memory
 CUFILE = ("backend=gds", "backend=gds_mt")
 # Their fastest settings if cuFile has no native path.
@@ -51,7 +52,7 @@ def chosen(
     several = len(options.state) > 1
     names = list(options.arms or (STATE_ARMS if several else ARMS))
     if not options.arms and not several:
-        names += [f"gdsload:{choice}" for choice in (*PAGES, *ENGINES, *CUFILE)]
+        names += [f"gdsload:{choice}" for choice in (*PAGES, *POSIX, *CUFILE)]
         names += () if options.device == CPU else GPU_ARMS
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:

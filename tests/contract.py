@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -235,6 +236,31 @@ class BackendContract:
             backend.release(request)
             backend.deregister(space)
             del request, memory, space
+
+    def test_release_while_another_thread_waits(
+        self, backend: Backend, files: list[OpenFile]
+    ) -> None:
+        known, _, spaces = self.ready(backend, files)
+        errors: list[BaseException] = []
+        for _ in range(20):
+            request = backend.prepare(self.reads(0), known, spaces)
+            backend.post(request)
+            waits = threading.Event()
+
+            def wait(request: Any = request, waits: threading.Event = waits) -> None:
+                try:
+                    for _ in range(100):
+                        backend.wait(request, _PATIENCE_SECONDS)
+                        waits.set()
+                except BaseException as error:
+                    errors.append(error)
+
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            assert waits.wait(_PATIENCE_SECONDS)
+            backend.release(request)
+            waiting.join(_PATIENCE_SECONDS)
+            assert not waiting.is_alive() and not errors
 
     def test_release_of_what_was_never_posted(
         self, backend: Backend, files: list[OpenFile]

@@ -65,8 +65,8 @@ class LoadReport:
     Attributes:
         source: The checkpoint, as the caller named it.
         device: Where the tensors were needed, such as "cuda:0".
-        backend: The backend that read, "" if none did.
-        engine: The engine of the posix backend, "" if it did not read.
+        backend: The backend that was opened, "" if none was. `paths` says what it read.
+        engine: Its engine: that of the posix backend, or the mode of cuFile, such as "nvfs".
         choice: Which backend read cold bytes, and why.
         tensors: Number of tensors.
         wanted_bytes: Size of these tensors, in bytes.
@@ -83,17 +83,18 @@ class LoadReport:
             files in the hub cache. A slice is compared in the blocks that it contains wholly.
         filesystem: The type of the network or FUSE filesystem that was read, the scheme of the URL,
             such as "s3", or "".
-        depth: Reads in flight at most, 0 if nothing was read. The engine `threads` has half of
-            them, at least 8, in the kernel at a time.
+        depth: Reads in flight at most, 0 if nothing was read. Of more than 8, the engine `threads`
+            has half, at least 8, in the kernel at a time.
         page_cache: Whether the reads filled the page cache, and why, and about how much it held
             before. "" if there was nothing to decide: nothing was read, or the load could not fill
             it, with `page_cache` "keep" or "drop", checksums or a host pool, into VRAM, from
             elsewhere, or by another engine than `threads`.
         paths: Bytes by I/O path, "backend/engine/mode", such as "posix/threads/direct"; of cuFile
             what it did, such as "gds_mt/nvfs", "gds_mt/p2p" or "gds_mt/compat". "mapped": used from
-            a mapping of the file. Its pages were in the page cache (98 % at least), or were read
-            into it first (checkpoints of up to 2 MiB), or are read when they are used (all with
-            `cache="mapped"`, or if memory has no room).
+            a mapping of the file, and not read by a backend. Its pages were in the page cache (98 %
+            of a file, or single units of 2 MiB), or were read into it first (checkpoints of up to
+            2 MiB), or are read when they are used (all with `cache="mapped"`, or if memory has no
+            room). "posix/threads/mapped": read into the page cache, and used from a mapping.
             "prefetched" and "pool": taken from there. "local_cache", "nixl/ucx" and
             "object_store/s3": of URLs.
         rates: Measured bytes per second of each backend.

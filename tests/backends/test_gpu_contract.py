@@ -6,11 +6,12 @@ import gpudoubles
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
+from gdsload.backends.posix.engines import ENGINES
 from gpucontract import suite
 
 for _direct in (False, True):
     _way = "Direct" if _direct else "Buffered"
-    for _engine in ("threads", "uring", "linuxaio"):
+    for _engine in ENGINES:
         _name = f"TestPosix{_engine.title()}{_way}"
         globals()[_name] = suite(_name, PosixBackend, direct=_direct, options={"engine": _engine})
     for _label, _kind in (("Gds", GdsBackend), ("GdsMt", GdsMtBackend)):

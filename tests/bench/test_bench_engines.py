@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from command import run
+from gdsload.backends.posix.engines import ENGINES
 from gdsload.cli import measuring
 
 choice, cold, engines, judge, render, tune = (
@@ -43,7 +44,7 @@ def test_engines_arms_have_only_applicable_settings() -> None:
         ),
         *(
             f"gdsload:engine={engine},request_bytes=1048576,depth={depth}"
-            for engine in ("uring", "linuxaio")
+            for engine in ENGINES[1:]
             for depth in (4, 8)
         ),
         *(f"gdsload:backend=gds,request_bytes=1048576,depth={depth}" for depth in (4, 8)),

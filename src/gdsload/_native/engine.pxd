@@ -14,12 +14,14 @@ cdef enum:
     # I/O mode of a read.
     DIRECT = 0
     BUFFERED = 1          # through the page cache
-    BUFFERED_ASYNC = 2    # the same, but never copied by the submitting thread
+    BUFFERED_ASYNC = 2    # the same, but never copied by the submitting thread: on the way to a device
     MAPPED = 3            # `address` is in a private mapping of the file: its pages are read there
+                          # (only by `threads`)
 
 cdef enum:
     BATCH = 64            # reads submitted, or completions reaped, in one call
-    # A result of -LOST - errno: the read failed, and its memory may still be written to.
+    # A result of -LOST - errno: the read failed, and its memory may still be written to. Only from
+    # engines whose reads go to a slot of a staging ring, which is then not used again.
     LOST = 1048576
 
 # Destination in a region of the library, whose pages may be untouched, and how they were touched.
@@ -43,7 +45,7 @@ cdef struct Read:
 
 cdef struct Completion:
     uint64_t cookie
-    int64_t result        # bytes read, or -errno
+    int64_t result        # bytes read, or -errno, or -LOST - errno
 
 cdef struct Buffer:
     char *address
@@ -56,6 +58,8 @@ cdef struct EngineOps:
         void **engine, void *context, int depth, const Buffer *buffers, int count
     ) noexcept nogil
     # Accepts as many of the reads as it has room for. Returns their number, or -errno of the first.
+    # An engine that reads here, and not later, accepts one read at a time, so that the pump collects
+    # its result before the next one.
     int (*submit)(void *engine, const Read *reads, int count) noexcept nogil
     # Waits up to `wait_ns` for `wanted` of the completions in flight, then returns up to `room` of
     # them, or -errno. An engine that cannot wait for several may return earlier.

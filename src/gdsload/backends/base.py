@@ -69,7 +69,8 @@ class OpenFile(NamedTuple):
         path: The path, for messages.
         fd: A descriptor for reads through the page cache.
         size: The size in bytes.
-        direct_fd: A descriptor opened with O_DIRECT, or -1.
+        direct_fd: A descriptor opened with O_DIRECT. -1 if there is none: transfers with the I/O
+            mode "direct" are then read by `fd`.
         block: Direct reads start and end on multiples of this many bytes.
         storage: The storage that it is on.
         remote: The file elsewhere that is to be read; then there is no descriptor.
@@ -112,7 +113,7 @@ class Registration(NamedTuple):
     handle: Any = None
 
 
-# The path of bytes that are mapped and were in the page cache before: nothing was read.
+# The path of bytes that are used from a mapping of their file, which no backend has read.
 MAPPED_PATH = "mapped"
 # Of a file that an engine knows by its descriptors.
 NO_NUMBERS = (-1, -1)
@@ -339,6 +340,10 @@ class Backend(ABC):
 
     def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
         """Waits for transfers; may return earlier.
+
+        Several threads may wait at once, also while another one calls `check` or `release`; after
+        `release` it returns at once. Of one request, `check` and `release` are called by one thread
+        at a time, but not always by the same one.
 
         Args:
             request: A posted request.

@@ -7,8 +7,8 @@ others     as the name says, whatever the page cache holds
 
 Files elsewhere, such as in an object store, are not in the page cache and are never mapped.
 
-Not responsible for: whether reads fill the page cache (`page_cache_fill`), which bytes are read
-(`session`), and mapping them (`memory.host_buffers`).
+Not responsible for: whether reads of a backend fill the page cache (`page_cache_fill`), which bytes
+are read (`session`), and mapping them (`memory.host_buffers`).
 """
 
 from __future__ import annotations

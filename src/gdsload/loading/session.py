@@ -4,7 +4,8 @@ registered files, the mappings of warm shards, and decides for each byte range w
     ranges ──► prefetched? ──► in the host pool? ──► in the page cache? ──► read plan
                claim it        view it               map the shard         read by a `Batch`
 
-Not responsible for: memory and requests (`batch`), I/O modes and file descriptors (`io_mode`).
+`Session.plan` also asks what is to fill the page cache (`page_cache_fill`). Not responsible for:
+memory and requests (`batch`), the I/O modes of other reads, and file descriptors (`io_mode`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ``posix`` backend: reads through the kernel, by one of three engines.
+"""The ``posix`` backend: reads through the kernel, by one of its engines.
 
 Reads into VRAM go through a pinned staging ring. If an engine does not work here (see `engines`),
 the next one is used and the report says why.

@@ -223,56 +223,45 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
     function_of(base, _LOAD)
     function_of(module, "is_deepspeed_zero3_enabled")
     raw = vars(base)[_LOAD]
-    plain = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
-    bound = isinstance(raw, classmethod)
-    parameters = tuple(inspect.signature(plain).parameters)[bound:][:4]
-    loads = {"load_config": _load, "pretrained_model_name_or_path": _load_old}
-    if parameters[:3] != _LOAD_PARAMETERS or not loads.keys() & set(parameters[3:]):
-        raise Misfit(f"it takes ({', '.join(inspect.signature(plain).parameters)})")
-    load = loads[parameters[3]]
+    kind = classmethod if isinstance(raw, classmethod) else staticmethod
+    plain = getattr(raw, "__func__", raw)
+    signature = inspect.signature(plain)
+    parameters = tuple(signature.parameters)
+    first_four = parameters[kind is classmethod :][:4]
+    loads = {"load_config": _load, _SOURCE: _load_old}
+    if first_four[:3] != _LOAD_PARAMETERS or not loads.keys() & set(first_four[3:]):
+        raise Misfit(f"it takes ({', '.join(parameters)})")
+    load = loads[first_four[3]]
 
     @functools.wraps(plain)
     def wrapper(*args: Any, **named: Any) -> Any:
-        call = plain
-        if bound:
-            call, args = functools.partial(plain, args[0]), args[1:]
-        model, state_dict, files, config = (
-            args[number] if number < len(args) else named.pop(name)
-            for number, name in enumerate(parameters)
-        )
-
-        def original(state_dict: Any) -> Any:
-            return call(model, state_dict, files, config, *args[4:], **named)
-
         options = active()
         if options is None or running.get() is not None or _old_load.get() is not None:
-            return original(state_dict)
-        # In transformers 4.57 the fourth argument is the name itself.
-        title = config
-        is_quantized = named.get("hf_quantizer") is not None
+            return plain(*args, **named)
+        call = signature.bind(*args, **named)
+
+        def original(state_dict: Any) -> Any:
+            call.arguments["state_dict"] = state_dict
+            return plain(*call.args, **call.kwargs)
+
+        model, state_dict, files, config = (call.arguments[name] for name in first_four)
+        # transformers 4.57 has a name and a quantizer where later ones have them in a config.
+        title, quantizer = config, call.arguments.get("hf_quantizer")
         if load is _load:
-            title = getattr(config, "pretrained_model_name_or_path", None)
-            is_quantized = getattr(config, "hf_quantizer", None) is not None
+            title = getattr(config, _SOURCE, None)
+            quantizer = getattr(config, "hf_quantizer", None)
         title = shown_source(original_of(title or (files or ["?"])[0]))
         with _remembered(), safetensors_errors(), reported(str(title)) as report:
-            is_zero3 = module.is_deepspeed_zero3_enabled() and not is_quantized
+            is_zero3 = module.is_deepspeed_zero3_enabled() and quantizer is None
             reason = refusal(state_dict, files, is_zero3)
             if reason:
                 note(report, STOCK, reason)
                 return original(state_dict)
-            paths, this = [str(file) for file in files], object()
-            try:  # a load that has begun ends as it began, also if its user leaves meanwhile
-                patcher.enter(this)
+            paths = [str(file) for file in files]
+            with patcher.used():  # to its end, also if the user of gdsload leaves meanwhile
                 return load(original, model, paths, config, options, report)
-            finally:
-                try:
-                    patcher.leave(this)
-                except BaseException:  # Ctrl-C, perhaps before its first step
-                    patcher.leave(this)
-                    raise
 
-    replacement: Any = classmethod(wrapper) if bound else staticmethod(wrapper)
-    yield Replacement(base, _LOAD, replacement)
+    yield Replacement(base, _LOAD, kind(wrapper))
 
 
 @contextmanager

@@ -360,14 +360,5 @@ def uninstall() -> None:
 
 @contextmanager
 def _entered(options: Options) -> Iterator[None]:
-    user = object()
-    try:
-        hooks.patcher.enter(user)
-        with held(hooks.chosen, options):
-            yield
-    finally:
-        try:
-            hooks.patcher.leave(user)
-        except BaseException:  # Ctrl-C, perhaps before its first step
-            hooks.patcher.leave(user)
-            raise
+    with hooks.patcher.used(), held(hooks.chosen, options):
+        yield

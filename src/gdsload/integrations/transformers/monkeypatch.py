@@ -74,11 +74,7 @@ def function_of(owner: Any, name: str, *parameters: str, exact: bool = False) ->
 
 
 class Patcher:
-    """Replacements by module name.
-
-    Enter inside a `try` and leave in its `finally`, and once more if that raises: then nothing
-    stays replaced, even if Ctrl-C arrives between two steps.
-    """
+    """Replacements by module name."""
 
     def __init__(self, patches: Mapping[str, Sequence[Patch]]) -> None:
         self._patches: dict[str, Sequence[Patch]] = dict(patches)
@@ -132,6 +128,21 @@ class Patcher:
                 self._restore()
             except BaseException:  # Ctrl-C: restore the rest
                 self._restore()
+                raise
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The replacements are in place inside the `with`. Nothing stays replaced if Ctrl-C arrives
+        between two steps."""
+        user = object()
+        try:
+            self.enter(user)
+            yield
+        finally:
+            try:
+                self.leave(user)
+            except BaseException:  # Ctrl-C, perhaps before its first step
+                self.leave(user)
                 raise
 
     def _restore(self) -> None:
