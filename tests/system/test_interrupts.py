@@ -14,16 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import gdsload
+from gdsload._native.cuda import CudaFailure
+from gdsload.backends.pump_request import PumpBackend
 from gdsload.checkpoint import file_io
+from gdsload.errors import ReadError
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.monkeypatch import Patcher
-from gdsload.memory import host_pool
+from gdsload.loading.batch import Batch
+from gdsload.memory import DRAM, VRAM, host_pool, late_copies, staging_ring
 from gdsload.memory.host_pool import HostPool
+from gdsload.memory.staging_ring import ring_for
 from gdsload.readahead.prefetch import Prefetch, prefetches
-from gdsload.system import gc_control
+from gdsload.system import gc_control, gpu
 from gdsload.system.lifecycle import fork_safe_lock, taken
+from gpudoubles import Doubles
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -162,3 +171,108 @@ def test_all_files_are_closed(
     for fd in fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
+
+
+def test_cleanup_of_a_load_leaves_no_memory_to_copies(
+    loading: Doubles, interrupt: Callable[..., None], tmp_path: Path
+) -> None:
+    """It may end at any step before the request is ended: the device still writes to the memory."""
+    tensors = {str(number): torch.rand(64, 257) for number in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    loading.hold_copies(True)
+    before = loading.cuda_log["copies"]
+
+    def fail(*words: Any, **named: Any) -> None:
+        wait_for(lambda: loading.cuda_log["copies"] != before)
+        interrupt(PumpBackend, "release")
+        raise ReadError("on purpose")
+
+    options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "pause", fail)
+        with pytest.raises(KeyboardInterrupt):
+            gdsload.load_file(tmp_path, "cuda:0", backend="posix", options=options)
+    gc.collect()
+    assert late_copies.owners()
+    loading.hold_copies(False)
+    wait_for(lambda: not late_copies.owners())
+
+
+@pytest.mark.parametrize("kind", [DRAM, VRAM])
+def test_memory_of_a_ring_is_freed(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Ctrl-C as the driver returns it."""
+    really = gpu.device(0)
+    before = doubles.cuda_log
+
+    class Device:
+        def pin(self, *_: int) -> None:
+            raise CudaFailure("cuMemHostRegister", 801, "refused on purpose")
+
+        def allocate(self, *words: Any) -> int:
+            really.allocate(*words)
+            raise KeyboardInterrupt
+
+        def allocate_host(self, *words: Any) -> int:
+            really.allocate_host(*words)
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(really, name)
+
+    monkeypatch.setattr(gpu, "device", lambda _: Device())
+    with pytest.raises(KeyboardInterrupt), ring_for(kind, 0, 64 << 10, 1 << 20):
+        raise AssertionError
+    after = doubles.cuda_log
+    assert (after["used"], after["pins"]) == (before["used"], before["pins"])
+
+
+class Left:
+    """A lock whose owner gets a Ctrl-C as soon as he has released it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        raise KeyboardInterrupt
+
+
+def test_ring_is_not_taken_for_one_in_use(doubles: Doubles) -> None:
+    with ring_for(DRAM, 0, 64 << 10, 1 << 20) as ring:
+        place = next(each for each in staging_ring._places.values() if each.ring is ring)
+    lock = place.lock
+    place.lock = Left(lock)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), ring_for(DRAM, 0, 64 << 10, 1 << 20):
+        raise AssertionError
+    place.lock = lock
+    assert ring.retire()
+    place.ring = None
+    ring.free()
+
+
+def test_memory_of_late_copies_is_freed(interrupt: Callable[..., None]) -> None:
+    has_ended = threading.Event()
+    interrupt(late_copies, "start_thread")
+    with pytest.raises(KeyboardInterrupt):
+        late_copies.keep(object(), has_ended.is_set)
+    late_copies.keep(object(), has_ended.is_set)
+    assert len(late_copies.owners()) == 2
+    has_ended.set()
+    wait_for(lambda: not late_copies.owners())
+
+
+def test_ring_of_a_device_is_freed_when_it_is_idle(
+    doubles: Doubles, interrupt: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_ring, "IDLE_SECONDS", 0.05)
+    interrupt(staging_ring, "start_thread")
+    with pytest.raises(KeyboardInterrupt), ring_for(VRAM, 0, 64 << 10, 1 << 20):
+        pass
+    with ring_for(VRAM, 0, 64 << 10, 1 << 20):
+        pass
+    wait_for(lambda: not staging_ring.rings())

@@ -187,14 +187,17 @@ cdef class Device:
         self.leave("cuMemGetInfo", code, mode)
         return free_bytes, total
 
-    def allocate(self, size_t nbytes):
-        """Address of new device memory, aligned to 256 bytes. Raises CudaFailure."""
+    def allocate(self, size_t nbytes, list found=None):
+        """Address of new device memory, aligned to 256 bytes, which is also put into ``found``: as
+        a call returns, Ctrl-C may end the caller. Raises CudaFailure."""
         cdef uint64_t address = 0
         cdef int code, mode
         mode = self.enter()
         with nogil:
             code = self.cuda.api.allocate(&address, nbytes)
         self.leave("cuMemAlloc", code, mode)
+        if found is not None:
+            found.append(address)
         return address
 
     def release(self, uint64_t address):
@@ -223,16 +226,17 @@ cdef class Device:
             code = self.cuda.api.host_unregister(<void *><uintptr_t>address)
         self.leave("cuMemHostUnregister", code, mode)
 
-    def allocate_host(self, size_t nbytes):
-        """Address of new host memory that is page-locked, for every device to copy from. Raises
-        CudaFailure."""
+    def allocate_host(self, size_t nbytes, list found):
+        """Address of new host memory that is page-locked, for every device to copy from. It is also
+        put into ``found``, as by `allocate`. Raises CudaFailure."""
         cdef void *address = NULL
         cdef int code, mode
         mode = self.enter()
         with nogil:
             code = self.cuda.api.host_allocate(&address, nbytes, CU_MEMHOSTALLOC_PORTABLE)
         self.leave("cuMemHostAlloc", code, mode)
-        return <uintptr_t>address
+        found.append(<uintptr_t>address)
+        return found[-1]
 
     def release_host(self, uint64_t address):
         """Frees memory of `allocate_host`."""

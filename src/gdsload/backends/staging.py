@@ -173,6 +173,8 @@ def _explain(code: int) -> str:
 class StagedRequest(PumpedRequest):
     """A list of transfers in a staging pipeline."""
 
+    _may_be_copied = False  # whether nobody but this object keeps memory that is copied into
+
     def __init__(
         self,
         pipeline: StagingPipeline,
@@ -196,6 +198,13 @@ class StagedRequest(PumpedRequest):
         base = self._addresses.base
         targets = [(base + start, length, None, -1) for start, length, _ in spaces]
         super().__init__(pipeline.name, pipeline.pump, transfers, files, targets)
+        self._may_be_copied = True
+
+    def __del__(self) -> None:
+        """Ctrl-C may have ended the cleanup of a load before `end`, or in it."""
+        if self._may_be_copied and self.pipeline.pump.pid == os.getpid():
+            self.native.cancel()
+            self._keep_memory()
 
     def check(self) -> Progress:
         busy = self.pipeline.stage.only_copies  # before: later, reads may have begun
@@ -242,11 +251,18 @@ class StagedRequest(PumpedRequest):
             landed = self._addresses.end(DRAIN_SECONDS)
         finally:  # also if Ctrl-C ends one of the waits
             self.pipeline.ended(complete and landed)
-            if not landed:
-                # The device is busy with other work. Until it has ended the copies, their memory
-                # must not be used for anything else.
-                late_copies.keep(self, lambda: self.copies_ended)
+            if landed:
+                self._may_be_copied = False
+            else:
+                self._keep_memory()
             late_copies.forget_ended()
+
+    def _keep_memory(self) -> None:
+        """Keeps the memory until the device, which is busy with other work, has ended the copies:
+        it must not be used for anything else before."""
+        if not self.copies_ended:
+            late_copies.keep(self, lambda: self.copies_ended)
+        self._may_be_copied = False
 
     @property
     def copies_ended(self) -> bool:

@@ -40,22 +40,22 @@ class _Noted(threading.local):
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _asking = lifecycle.fork_safe_lock(sys.modules[__name__], "_asking")
 _noted = _Noted()
-_kept: list[_Kept] = []
-_watching: list[bool] = []  # one entry while the thread runs
+_kept: dict[int, _Kept] = {}  # by its address, so that entries come and go in one step
+_watching: list[threading.Thread] = []  # that of `_forget_soon`, while it runs
 lifecycle.in_child(_watching.clear)
 
 
 def keep(owners: object, ended: Callable[[], bool]) -> None:
     """Keeps `owners` until `ended()` is true."""
     entry = _Kept(owners, ended, os.getpid())
+    _kept[id(entry)] = entry
     if _noted.kept is not None:
         _noted.kept.append(entry)
     with _lock:
-        _kept.append(entry)
-        watched = bool(_watching)
-        _watching[:] = [True]
-    if not watched and start_thread(_forget_soon, "gdsload-late-copies") is None:
-        _watching.clear()  # a later load frees it
+        if any(thread.is_alive() for thread in _watching):
+            return
+    if (thread := start_thread(_forget_soon, "gdsload-late-copies")) is not None:
+        _watching[:] = [thread]  # without it, a later load frees them
 
 
 def _forget_soon() -> None:
@@ -65,7 +65,7 @@ def _forget_soon() -> None:
         seconds = min(2 * seconds, _LAST_LOOK_SECONDS)
         forget_ended()
         with _lock:
-            if not any(each.pid == os.getpid() for each in _kept):
+            if not any(each.pid == os.getpid() for each in list(_kept.values())):
                 _watching.clear()
                 return
 
@@ -85,12 +85,10 @@ def awaited(seconds: float) -> Iterator[None]:
 
 def _wait_for(entries: Sequence[_Kept], seconds: float) -> None:
     wanted, end = set(map(id, entries)), time.monotonic() + seconds
-    while wanted and time.monotonic() < end:
+    while not wanted.isdisjoint(_kept) and time.monotonic() < end:
         forget_ended()
-        with _lock:
-            if wanted.isdisjoint(map(id, _kept)):
-                return
-        time.sleep(_WAIT_SECONDS)
+        if not wanted.isdisjoint(_kept):
+            time.sleep(_WAIT_SECONDS)
 
 
 def forget_ended() -> None:
@@ -98,13 +96,10 @@ def forget_ended() -> None:
     with lifecycle.taken(_asking, _ASK_SECONDS) as mine:
         if not mine:
             return
-        with _lock:
-            kept = list(_kept)
-        # Copies of the parent of a forked process cannot be asked about.
-        ended = [each for each in kept if each.pid == os.getpid() and _has_ended(each)]
-        over = set(map(id, ended))
-        with _lock:
-            _kept[:] = [each for each in _kept if id(each) not in over]
+        for key, each in list(_kept.items()):
+            # Copies of the parent of a forked process cannot be asked about.
+            if each.pid == os.getpid() and _has_ended(each):
+                _kept.pop(key, None)
 
 
 def _has_ended(entry: _Kept) -> bool:
@@ -115,5 +110,4 @@ def _has_ended(entry: _Kept) -> bool:
 
 def owners() -> list[object]:
     """What is kept."""
-    with _lock:
-        return [each.owners for each in _kept]
+    return [each.owners for each in list(_kept.values())]

@@ -14,10 +14,12 @@ memory. Native code lends the slots to reads. Not responsible for reading and co
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.cuda import CudaFailure
@@ -63,24 +65,28 @@ class StagingRing(quiesce.Holder):
         self.pid = os.getpid()
         # Pipelines in use. They keep the ring even while none of its slots is lent.
         self.users: weakref.WeakSet[StagingPipeline] = weakref.WeakSet()
-        self.visitors = 0  # threads inside `ring_for`, which are about to open a pipeline
+        # Calls inside `ring_for`, which are about to open a pipeline.
+        self.visitors: weakref.WeakSet[_Visit] = weakref.WeakSet()
         self._undo: list[Callable[[], Any]] = []
         self._parked: list[tuple[object, StagingPipeline]] = []
         self._given_up = False
         self._idle_since = 0.0
-        self._watched = False  # a thread waits for the end of IDLE_SECONDS
+        self._watcher: threading.Thread | None = None  # waits for the end of IDLE_SECONDS
         self._freed = Event()
         self._lock = lifecycle.fork_safe_lock(self)
         device = gpu.device(ordinal)
+        registers = False
         try:
             if kind == DRAM:
                 self._take_dram(slot_bytes, count)
             else:
-                address = device.allocate(self.nbytes + _SLAB_ALIGN)
-                self._undo.append(lambda: device.release(address))
+                found: list[int] = []
+                self._undo.append(partial(_release, device.release, found))
+                address = device.allocate(self.nbytes + _SLAB_ALIGN, found)
                 base = -(-address // _SLAB_ALIGN) * _SLAB_ALIGN
                 self.native, self.address = Ring(base, slot_bytes, count), base
                 if register is not None:
+                    registers = True
                     self._undo.append(register(base, self.nbytes, self.notes))
         except (CudaFailure, MemoryError, OverflowError) as error:
             self.free()
@@ -95,7 +101,7 @@ class StagingRing(quiesce.Holder):
             self.free()
             raise PlacementError(f"no staging ring for cuda:{ordinal}: {error.strerror}") from error
         except BaseException:  # such as Ctrl-C
-            if register is not None:
+            if registers:
                 self._undo.clear()  # the slab may be registered, or still become so
             with suppress(CudaFailure):  # if it was not pinned yet: it stays mapped
                 self.free()
@@ -122,8 +128,9 @@ class StagingRing(quiesce.Holder):
             self._undo.clear()
             # Sandboxes and confidential machines may refuse to pin memory that the process has
             # mapped, and still allocate pinned memory in the driver.
-            address = device.allocate_host(self.nbytes)
-            self._undo.append(lambda: device.release_host(address))
+            found: list[int] = []
+            self._undo.append(partial(_release, device.release_host, found))
+            address = device.allocate_host(self.nbytes, found)
             self.native, self.address = Ring(address, slot_bytes, count), address
             self.notes.append(f"its memory is the driver's, as ours cannot be pinned: {error}")
 
@@ -157,16 +164,17 @@ class StagingRing(quiesce.Holder):
             if self.users or self.visitors or self.native.lent:  # a lost read may still write to it
                 return
             self._idle_since = time.monotonic()
-            watched, self._watched = self._watched, True
-        if not watched and start_thread(self._free_when_idle, "gdsload-idle-ring") is None:
-            self._watched = False
+            if self._watcher is not None and self._watcher.is_alive():
+                return
+        self._watcher = start_thread(self._free_when_idle, "gdsload-idle-ring")
+        if self._watcher is None:
             release_idle(self.ordinal, self)
 
     def _free_when_idle(self) -> None:
         while (left := self._idle_since + IDLE_SECONDS - time.monotonic()) > 0:
             if self._freed.wait(left):
                 return
-        self._watched = False  # if a load uses it now, another thread waits after that load
+        self._watcher = None  # if a load uses it now, another thread waits after that load
         release_idle(self.ordinal, self)
 
     @property
@@ -235,6 +243,15 @@ class StagingRing(quiesce.Holder):
         release_rings(self.kind, self.ordinal)
 
 
+def _release(release: Callable[[int], object], found: list[int]) -> None:
+    for address in found:
+        release(address)
+
+
+class _Visit:
+    """One call of `ring_for`. If Ctrl-C ends it at any step, nothing counts it any more."""
+
+
 class _Place:
     """The ring of one kind of memory and device, if there is one.
 
@@ -283,18 +300,19 @@ def ring_for(
     for other in rings(kind, ordinal):
         if other.native.slot_bytes != slot_bytes:
             release_idle(ordinal, other)
-    with place.lock:
-        _refuse_at_exit()
-        ring = place.ring = _fitting(place, kind, ordinal, slot_bytes, ring_bytes, register)
-        _refuse_at_exit()
-        with ring._lock:
-            ring.visitors += 1
+    visit = _Visit()
+    ring = None
     try:
+        with place.lock:
+            _refuse_at_exit()
+            ring = place.ring = _fitting(place, kind, ordinal, slot_bytes, ring_bytes, register)
+            _refuse_at_exit()
+            ring.visitors.add(visit)
         yield ring
     finally:
-        with ring._lock:
-            ring.visitors -= 1
-        ring.give_back()  # the caller may have opened nothing
+        if ring is not None:
+            ring.visitors.discard(visit)
+            ring.give_back()  # the caller may have opened nothing
 
 
 def _refuse_at_exit() -> None:
