@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -303,6 +304,33 @@ def other_readers(folder: Path) -> Any:
     gdsload.load_file(folder, group=dist.group.WORLD, readers=how)
 
 
+def other_readers_of_torchrun(folder: Path) -> Any:
+    """It says which ranks are on a node: "node" and "group" are the same ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    words = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    with mock.patch.dict(os.environ, {name: str(word) for name, word in words.items()}):
+        other_readers(folder)
+
+
+def two_groups(folder: Path) -> Any:
+    """Of the same ranks, by two threads: those of one group meet, whichever thread comes first."""
+    groups = [dist.new_group() for _ in range(2)]
+    folders = [folder, folder / "other"]
+    first = dist.get_rank() % 2
+    found: dict[int, Tensors] = {}
+
+    def load(number: int) -> None:
+        found[number] = gdsload.load_file(folders[number], group=groups[number], cache="direct")
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in (first, 1 - first)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    return [differing(found[number], expected(folders[number])) for number in range(2)]
+
+
 def other_windows(folder: Path) -> Any:
     """The smallest one counts, and is one of many tensors all the same."""
     window_bytes = 1 if dist.get_rank() == 3 else WINDOW_BYTES
@@ -569,7 +597,8 @@ def killed(folder: Path) -> Any:
 CASES = (
     outsider, whole, warm, cold, windows, dimensions, progress, slices, byte_columns, experts,
     of_engine, nodes, missing_file, other_checkpoint, other_version, other_source, other_order,
-    other_readers, other_windows, unknown_name, unknown_shard, failed_read, rewritten, no_room,
+    other_readers, other_readers_of_torchrun, two_groups, other_windows, unknown_name,
+    unknown_shard, failed_read, rewritten, no_room,
     no_room_together, own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device,
     failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
     devices, silent_rank, slow_rank, missed,

@@ -101,6 +101,13 @@ def test_shared_load_reads_each_byte_once(
         assert received >= rank[case]["wanted_bytes"] - rank[case]["read_bytes"]
 
 
+def test_ranks_of_one_group_meet_and_not_those_of_another_group(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in found:
+        assert rank["two_groups"] == [[], []]
+
+
 def test_shared_load_leaves_no_share_in_the_page_cache(
     found: list[dict[str, Any]], checkpoint: tuple[Path, int]
 ) -> None:
@@ -160,6 +167,7 @@ def test_failure_of_a_rank_ends_all_ranks_with_its_reason(
         ("other_version", "CheckpointError", "different versions"),
         ("other_order", "ValueError", "different orders"),
         ("other_readers", "ValueError", "different readers="),
+        ("other_readers_of_torchrun", "ValueError", "different readers="),
     ],
 )
 def test_ranks_that_want_different_things_are_refused(

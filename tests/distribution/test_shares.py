@@ -134,6 +134,9 @@ def test_rows_that_no_rank_wants_are_not_read() -> None:
     layouts = [layout_of(info("a", (100, 10)), [((10, 20), (0, 10)), ((15, 30), (0, 10)), None])]
     ((rows,),) = windows_of(layouts, 1 << 30)
     assert (rows.start, rows.stop) == (10, 30)
+    apart = layout_of(info("a", (100, 10)), [((90, 100), (0, 10)), None, ((5, 10), (0, 10))])
+    (window,) = windows_of([apart], 1 << 30)
+    assert [(rows.start, rows.stop) for rows in window] == [(5, 10), (90, 100)]
 
 
 def test_large_tensor_is_divided_into_windows() -> None:

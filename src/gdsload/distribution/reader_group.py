@@ -12,6 +12,7 @@ import ctypes
 import os
 import pickle
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.errors import RankError
 from gdsload.loading.torch_memory import capture_relaxed, taking
+from gdsload.system import cancellation
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
 READERS = ("node", "group")
-_DIFFERENT_READERS = "the ranks of one load were given different readers="
+DIFFERENT_READERS = "the ranks of one load were given different readers="
+_ATTEMPTS = 5  # of gloo to connect
+_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.001, 0.1  # intervals of looking into the store
 
 
 class ReaderGroup:
@@ -59,6 +63,7 @@ class ReaderGroup:
         require_readers(readers)
         self._timeout = timedelta(seconds=timeout_seconds)
         self.patience_seconds = timeout_seconds / 4
+        self._of = str(getattr(group, "group_name", ""))  # the same on all of its ranks
         self._control: Any = None  # a gloo group
         self._data: Any = None  # for bytes in device memory
         me = dist.get_rank()
@@ -80,11 +85,17 @@ class ReaderGroup:
 
         with (
             _rank_errors("does not join the load"),
-            _common_name(members, me, self._timeout) as name,
+            _common_name(self._of, members, me, self._timeout) as name,
         ):
-            keys = dist.PrefixStore(name, _store())  # type: ignore[attr-defined]
+            store = _store()
+            keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
             rank, size = members.index(me), len(members)
-            return dist.ProcessGroupGloo(keys, rank, size, self._timeout)
+            # gloo tries to connect with a rank that has died five times, for its time-out each.
+            store.set(f"{name}/here/{me}", "")
+            _await(store, [f"{name}/here/{member}" for member in members], self._timeout)
+            group = dist.ProcessGroupGloo(keys, rank, size, self._timeout / _ATTEMPTS)
+            group._set_default_timeout(self._timeout)
+            return group
 
     def _on_this_node(self, everyone: list[int], me: int) -> list[int]:
         """The ranks on this node, as torchrun says, else by the identity of the running kernel."""
@@ -103,7 +114,7 @@ class ReaderGroup:
         finally:
             self._control = None
         if not all(isinstance(node, str) for node in nodes):
-            raise ValueError(_DIFFERENT_READERS)
+            raise ValueError(DIFFERENT_READERS)
         return [each for each, node in zip(everyone, nodes, strict=True) if node == node_id()]
 
     def agree(self, state: Any = None) -> list[Any]:
@@ -115,7 +126,7 @@ class ReaderGroup:
         answers = self._gathered(("", state), self.size)
         if any(isinstance(answer, str) for answer in answers):  # the name of a node
             self._talks = False
-            raise ValueError(_DIFFERENT_READERS)
+            raise ValueError(DIFFERENT_READERS)
         for member, (failure, _) in zip(self._members, answers, strict=True):
             if failure:
                 self._talks = False
@@ -166,7 +177,7 @@ class ReaderGroup:
             number = torch.ones(1, device=device)
         self.agree()
         with _rank_errors("does not join the load"), capture_relaxed(device):
-            self._data = device_group("nccl", self._members, self._timeout)
+            self._data = device_group("nccl", self._members, self._timeout, self._of)
             dist.all_reduce(number, group=self._data)
             number.item()  # waits
 
@@ -275,16 +286,28 @@ def _store() -> Any:
     return _get_default_store()
 
 
+def _await(store: Any, keys: list[str], timeout: timedelta) -> None:
+    """Waits until all keys are in the store, in steps that let Ctrl-C in. Raises RuntimeError."""
+    end, seconds = time.monotonic() + timeout.total_seconds(), _FIRST_LOOK_SECONDS
+    while not store.check(keys):
+        cancellation.check()
+        if time.monotonic() > end:
+            raise RuntimeError(f"no answer for {timeout.total_seconds():g} s")
+        time.sleep(seconds)
+        seconds = min(2 * seconds, _LAST_LOOK_SECONDS)
+
+
 @contextmanager
-def _common_name(members: Sequence[int], me: int, timeout: timedelta) -> Iterator[str]:
+def _common_name(of: str, members: Sequence[int], me: int, timeout: timedelta) -> Iterator[str]:
     """A name for a group, the same on all of these ranks, that no other group of theirs has had.
 
     Each rank counts its groups. The first one opens a name for the others, which wait for it, and
     closes it if the block fails. So a rank that another one did not meet finds it the next time.
-    Raises RuntimeError if the first rank does not come in time.
+    Threads that load with different groups of the same ranks do so at the same time: `of` is the
+    name of the caller's group. Raises RuntimeError if the first rank does not come in time.
     """
     store = _store()
-    ranks = sha256("_".join(map(str, members)).encode()).hexdigest()[:16]
+    ranks = sha256("_".join([of, *map(str, members)]).encode()).hexdigest()[:16]
     count = f"gdsload/{ranks}/{me}"
     if me != members[0]:
         yield _opened_name(store, ranks, count, timeout)
@@ -303,7 +326,7 @@ def _opened_name(store: Any, ranks: str, count: str, timeout: timedelta) -> str:
     while True:
         name = f"gdsload/{ranks}/group/{store.add(count, 1)}"
         try:
-            store.wait([f"{name}/state"], timeout)
+            _await(store, [f"{name}/state"], timeout)
         except BaseException:
             store.add(count, -1)
             raise
@@ -311,8 +334,9 @@ def _opened_name(store: Any, ranks: str, count: str, timeout: timedelta) -> str:
             return name
 
 
-def device_group(backend: str, members: Sequence[int], timeout: timedelta) -> Any:
-    """A group among those of `torch.distributed`, without a part in its count of groups.
+def device_group(backend: str, members: Sequence[int], timeout: timedelta, of: str = "") -> Any:
+    """A group among those of `torch.distributed`, without a part in its count of groups. `of`: the
+    name of the caller's group.
 
     With a torch that creates groups by other functions, it has the name of `dist.new_group`.
     """
@@ -328,7 +352,7 @@ def device_group(backend: str, members: Sequence[int], timeout: timedelta) -> An
         )
     me = dist.get_rank()
     where = len(members), members.index(me), list(members), dist.Backend(backend), _store()
-    with _common_name(members, me, timeout) as name:
+    with _common_name(of, members, me, timeout) as name:
         group, _ = create(*where, name, timeout=timeout)
     ranks_of[group] = {member: number for number, member in enumerate(members)}
     return group

@@ -145,21 +145,30 @@ def windows_of(layouts: Sequence[Layout], window_bytes: int) -> Iterator[list[Ro
     window: list[Rows] = []
     left = window_bytes
     for number, layout in enumerate(layouts):
-        wanted = [rows for rank in range(len(layout.boxes)) if (rows := layout.rows_of(rank))]
-        if not wanted:
-            continue
-        start, stop = min(rows.start for rows in wanted), max(rows.stop for rows in wanted)
         size = layout.row_bytes
-        step = max(window_bytes // size, 1)
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            if window and (last - first) * size > left:
-                yield window
-                window, left = [], window_bytes
-            window.append(Rows(number, first, last))
-            left -= (last - first) * size
+        for rows in _wanted_rows(layout):
+            step = max(window_bytes // size, 1)
+            for first in range(rows.start, rows.stop, step):
+                last = min(first + step, rows.stop)
+                if window and (last - first) * size > left:
+                    yield window
+                    window, left = [], window_bytes
+                window.append(Rows(number, first, last))
+                left -= (last - first) * size
     if window:
         yield window
+
+
+def _wanted_rows(layout: Layout) -> list[range]:
+    """The rows of a tensor that at least one rank wants, in order."""
+    found: list[range] = []
+    wanted = {layout.rows_of(rank) for rank in range(len(layout.boxes))}
+    for rows in sorted(wanted, key=lambda rows: rows.start):
+        if found and rows.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, rows.stop))
+        elif rows:
+            found.append(rows)
+    return found
 
 
 def shares_of(layouts: Sequence[Layout], window: Sequence[Rows], ranks: int) -> list[list[Rows]]:
