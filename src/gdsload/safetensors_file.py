@@ -190,8 +190,12 @@ class safe_open:
 
     def _open(self) -> Checkpoint:
         if self._left:
-            raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
+            raise self._closed_error()
         return self._checkpoint
+
+    def _closed_error(self) -> CheckpointError:
+        source = self._checkpoint.source
+        return CheckpointError(f"{source}: the file is closed", path=source)
 
     def _count_slices(self, change: int) -> None:
         with self._counting:
@@ -203,7 +207,7 @@ class safe_open:
     def _read(self, infos: list[TensorInfo], *, parts: bool = False) -> dict[str, torch.Tensor]:
         with self._lock:
             if self._checkpoint.closed:
-                raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
+                raise self._closed_error()
             report = LoadReport(
                 self._checkpoint.source, device=self._device, on_event=self._on_event
             )

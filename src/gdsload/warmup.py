@@ -112,14 +112,14 @@ def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
         of: "ahead" limits reads that no load waits for yet; "all" limits all reads.
 
     Raises:
-        ValueError: The rate is below 1, or `of` has no such value.
+        ValueError: The rate is below 1 or no 63-bit number, or `of` has no such value.
 
     Example:
         >>> gdsload.warmup.limit_bandwidth(500_000_000)
     """
     from gdsload._native.pump import set_throttle, throttle
 
-    if bytes_per_second is not None and bytes_per_second < 1:
+    if bytes_per_second is not None and not 1 <= bytes_per_second < 1 << 63:
         raise ValueError(f"{bytes_per_second} bytes per second is no rate; None removes the limit")
     rates = dict(zip(("all", "ahead"), throttle(), strict=True))
     if of not in rates:

@@ -270,6 +270,12 @@ def test_broken_header_ends_all_threads(tmp_path: Path) -> None:
     assert names[0] in str(caught.value)
 
 
+@pytest.mark.parametrize("limit", [-1, float("nan")])
+def test_header_limit_that_is_no_size_is_refused(two: Path, limit: Any) -> None:
+    with pytest.raises(ValueError, match="is no number of bytes"):
+        Checkpoint.open(two, header_limit=limit)
+
+
 def test_header_limit_exceeded_raises(two: Path) -> None:
     with pytest.raises(CheckpointError, match="more than the limit of 20"):
         Checkpoint.open(two / "1111.safetensors", header_limit=20)

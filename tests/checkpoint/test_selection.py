@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import gdsload
 from gdsload.checkpoint import TensorInfo
-from gdsload.checkpoint.selection import Names, chosen
+from gdsload.checkpoint.selection import Names, chosen, repeatable
 from gdsload.errors import CheckpointError
 
 ALL = [
@@ -113,10 +114,11 @@ def test_similar_names_are_sought_within_limits(letters: int, count: int, hinted
     assert ("did you mean" in str(caught.value)) == hinted
 
 
-@pytest.mark.parametrize("names", [[5], [None], [b"lm_head.weight"]])
-def test_choice_of_another_type_raises_type_error(names: Any) -> None:
+@pytest.mark.parametrize("names", [[5], [None], [b"lm_head.weight"], [re.compile(b"norm")]])
+@pytest.mark.parametrize("ask", [names_of, repeatable])
+def test_choice_of_another_type_raises_type_error(ask: Callable[[Any], Any], names: Any) -> None:
     with pytest.raises(TypeError) as caught:
-        names_of(names)
+        ask(names)
     assert str(caught.value) == (
         f"names takes names, globs, regular expressions and functions, not {names[0]!r}"
     )

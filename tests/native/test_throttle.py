@@ -152,9 +152,12 @@ def test_limits_of_all_reads_and_of_prefetches_are_separate(
     assert throttle() == (2 << 30, 1 << 30)
     warmup.limit_bandwidth(None)
     assert throttle() == (2 << 30, 0)
-    for arguments in ({"bytes_per_second": 0}, {"bytes_per_second": 1, "of": "me"}):
-        with pytest.raises(ValueError):
-            warmup.limit_bandwidth(**arguments)  # type: ignore[arg-type]
+    for rate in (0, 1 << 63, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="is no rate"):
+            warmup.limit_bandwidth(rate)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of='me'"):
+        warmup.limit_bandwidth(1, of="me")
+    assert throttle() == (2 << 30, 0)
 
 
 def test_forked_child_has_no_loads_under_way(fd: int, faults: Faults) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load
 
 import gdsload
 from command import process
+from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointUnreadable, GdsloadError, IntegrityError, RemoteError
 from gdsload.peers.arrivals import Arrivals
 from gdsload.peers.memory import RegisteredMemory
@@ -172,6 +173,18 @@ def test_failure_before_the_first_bytes_is_an_error_of_opening() -> None:
     try:
         with pytest.raises(CheckpointUnreadable, match="the disk is gone"):
             gdsload.serve(source.url)
+    finally:
+        source.close()
+
+
+def test_checkpoint_of_a_server_is_opened_when_its_headers_have_arrived() -> None:
+    source = Source(arrived=False)
+    source.arrive(0, source.early - BLOCK)
+    try:
+        with Checkpoint.open(source.url, stall_seconds=PATIENCE_SECONDS) as opened:
+            assert list(opened.tensors) == [f"layer.{number}" for number in range(4)]
+            source.arrive(source.early - BLOCK, len(source.content))
+            assert opened.shards[0].read(0, source.half) == source.content[: source.half]
     finally:
         source.close()
 

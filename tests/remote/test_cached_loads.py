@@ -387,6 +387,8 @@ def test_lock_that_cannot_be_released_does_not_end_the_load(
 class RanksInTurn:
     """Ranks that open a checkpoint one after the other: each hears those before it."""
 
+    of_node = True
+
     def __init__(self) -> None:
         self.answers: list[Any] = []
 

@@ -146,6 +146,14 @@ def test_refused_listing_leaves_no_cycle(server: ObjectServer) -> None:
         gc.enable()
 
 
+def test_empty_file_of_a_web_server_is_there(server: ObjectServer) -> None:
+    """A range of it is refused."""
+    (server.root / "model" / "merges.txt").touch()
+    directory = ObjectDirectory(server.url("http", "model"))
+    assert directory.has("merges.txt")
+    assert not directory.has("missing.txt")
+
+
 def test_web_server_that_refuses_head_is_read(server: ObjectServer, tiny_checkpoint: Path) -> None:
     server.heads = False
     with (
@@ -416,6 +424,12 @@ def test_query_stays_at_the_end_of_urls() -> None:
         "https://host/a?q=1",
         "x y.safetensors",
     )
+
+
+def test_slash_in_the_name_of_a_file_is_refused() -> None:
+    """Another file would be asked for."""
+    with pytest.raises(CheckpointError, match="has no %2F in it"):
+        Checkpoint.open("https://host/o/m%2Fa.safetensors")
 
 
 def test_signatures_do_not_count_for_the_hash_of_a_query() -> None:

@@ -44,7 +44,7 @@ from gdsload.checkpoint.shard import (
     quiesce_shards,
 )
 from gdsload.errors import CheckpointError, one_line, shown
-from gdsload.remote.directory import HEAD_BYTES
+from gdsload.remote.file import HEAD_BYTES
 from gdsload.remote.urls import shown_source
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_eased, collector_paused
@@ -190,6 +190,8 @@ class Checkpoint(quiesce.Holder):
         header_limit: int,
         stall_seconds: float,
     ) -> Checkpoint:
+        if not header_limit >= 0:  # also if it is NaN, which nothing is larger than
+            raise ValueError(f"header_limit={header_limit!r} is no number of bytes")
         # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a few files.
         (found,) = parallel_map(
             partial(_find_and_open, find=find, limit=header_limit),
@@ -478,7 +480,8 @@ def _read_header(shard: Shard, limit: int) -> bytes:
     """
     with nullcontext() if shard.remote is not None else _no_readahead(shard.fd):
         started = time.monotonic()
-        first = shard.read(0, min(shard.size, HEAD_BYTES))
+        most = HEAD_BYTES if shard.remote is None else shard.remote.head_bytes
+        first = shard.read(0, min(shard.size, max(most, LENGTH_BYTES)))
         shard.first_read_seconds = shard.first_read_seconds or time.monotonic() - started
         length = header_length(first, shard.size, path=shard.path, limit=limit)
         text = first[LENGTH_BYTES : LENGTH_BYTES + length]

@@ -122,15 +122,22 @@ def _numbered(kind: str, pattern: re.Pattern[str], first: int, end: int | None) 
 
 def predicate(choice: Choice) -> Callable[[str], bool]:
     """A function that says whether a name fits. Raises TypeError for anything but a `Choice`."""
+    _require_choice(choice)
     if isinstance(choice, str):
         glob = re.compile(fnmatch.translate(choice))
         return lambda name: name == choice or glob.match(name) is not None
     if isinstance(choice, re.Pattern):
         search = choice.search
         return lambda name: search(name) is not None
-    if callable(choice):
-        return choice
-    raise TypeError(f"names takes names, globs, regular expressions and functions, not {choice!r}")
+    return choice
+
+
+def _require_choice(choice: object) -> None:
+    of_text = isinstance(choice, re.Pattern) and isinstance(choice.pattern, str)
+    if not (of_text or isinstance(choice, str) or callable(choice)):
+        raise TypeError(
+            f"names takes names, globs, regular expressions and functions, not {choice!r}"
+        )
 
 
 def no_such_tensor(name: str, tensors: Mapping[str, TensorInfo], source: str) -> CheckpointError:
@@ -149,8 +156,15 @@ def is_single(names: object) -> bool:
 
 
 def repeatable(names: Names) -> Names:
-    """The same choices, also the second time: an iterator gives them once."""
-    return names if names is None or is_single(names) else tuple(names)  # type: ignore[arg-type]
+    """The same choices, also the second time: an iterator gives them once. Raises TypeError."""
+    if names is None or is_single(names):
+        if names is not None:
+            _require_choice(names)
+        return names
+    choices: tuple[Choice, ...] = tuple(names)  # type: ignore[arg-type]
+    for choice in choices:
+        _require_choice(choice)
+    return choices
 
 
 def chosen(tensors: Mapping[str, TensorInfo], names: Names, source: str) -> list[TensorInfo]:

@@ -29,7 +29,7 @@ from gdsload.checkpoint.manifest import (
 )
 from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError, shown
-from gdsload.remote.directory import HEAD_BYTES
+from gdsload.remote.file import HEAD_BYTES
 from gdsload.remote.peer import PeerSegment
 from gdsload.system.parallel import parallel_map
 

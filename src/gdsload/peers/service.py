@@ -24,7 +24,7 @@ from gdsload.errors import GdsloadError
 from gdsload.peers.arrivals import Arrivals
 from gdsload.peers.publication import Publication
 from gdsload.peers.tickets import Ticket, Tickets
-from gdsload.remote.directory import HEAD_BYTES
+from gdsload.remote.file import HEAD_BYTES
 from gdsload.remote.messages import LENGTHS, MessageError, lengths, packed, parsed
 from gdsload.system import lifecycle
 from gdsload.system.threads import start_thread
@@ -254,11 +254,13 @@ class _Connection:
         file = publication.tensor_files.get(name)
         if file is None:
             return {"error": "name"}, b""
-        first = max(len(file.header), min(HEAD_BYTES, file.size))
-        missing = await _missing(served, name, 0, first)
+        missing = await _missing(served, name, 0, len(file.header))
         if missing:
             return missing, b""
-        return {"segments": file.segments(), "agent": served.agent}, file.head()
+        first = max(len(file.header), min(HEAD_BYTES, file.size))
+        has_more = served.arrivals is None or served.arrivals.has(name, 0, first)
+        head = file.head() if has_more else file.header
+        return {"segments": file.segments(), "agent": served.agent}, head
 
     async def _acquire(self, request: dict[str, Any]) -> dict[str, Any]:
         self.give_back()

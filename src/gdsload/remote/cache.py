@@ -63,6 +63,7 @@ class CachedFile(RemoteFile):
         self._cache = cache
         self.url, self.size, self.version = file.url, file.size, file.version
         self.scheme, self.digest, self.query = file.scheme, file.digest, file.query
+        self.head_bytes = file.head_bytes
         self.refusal = refusal
         self._file = file
         self._entry = entry

@@ -20,8 +20,6 @@ from gdsload.remote.urls import may_show_password, sources_of, split_url, withou
 if TYPE_CHECKING:
     from gdsload.remote.file import RemoteFile
 
-# The beginning of a file, with the header of most shards: `RemoteDirectory.open` may read it.
-HEAD_BYTES = 128 << 10
 # Small files of a model: looked for on a web server, which cannot list its files.
 USUAL_NAMES = (
     "adapter_config.json", "added_tokens.json", "chat_template.jinja", "config.json",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+# The beginning of a file, with the header of most shards: `RemoteDirectory.open` may read it.
+HEAD_BYTES = 128 << 10
 LOCAL_CACHE = "local_cache"  # the I/O path of bytes that the local cache had
 
 
@@ -61,6 +63,8 @@ class RemoteFile(ABC):
         scheme: The kind of source, such as "s3", "gs", "az", "https" or "nixl".
         digest: A checksum of all bytes, "algorithm:hex", if the source tells one; else "".
         query: A hash of the part of the query that chooses the file, "" if there is none.
+        head_bytes: The header is in this many bytes, or reads of it begin with so many. A peer that
+            still receives the file may not have more yet.
     """
 
     backend: ClassVar[str] = "object_store"  # the name of the backend that reads it
@@ -73,6 +77,7 @@ class RemoteFile(ABC):
     scheme: str
     digest: str = ""
     query: str = ""
+    head_bytes: int = HEAD_BYTES
 
     @property
     def key(self) -> str:

@@ -27,8 +27,8 @@ from gdsload.errors import (
     FileChanged,
     extra_hint,
 )
-from gdsload.remote.directory import HEAD_BYTES, RemoteDirectory, is_file_name
-from gdsload.remote.file import RemoteFile
+from gdsload.remote.directory import RemoteDirectory, is_file_name
+from gdsload.remote.file import HEAD_BYTES, RemoteFile
 from gdsload.remote.urls import query_hash, split_url, text_without_secrets, without_secrets
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -220,6 +220,8 @@ class ObjectDirectory(RemoteDirectory):
                 error = self.open_error(self.path_of(name), failed)
                 if isinstance(error, CheckpointAccessError):
                     self._list_error = copy(error)
+                elif self._facts_of_empty(name) is not None:  # a range of it is refused
+                    return True
                 elif not isinstance(error, CheckpointNotFound):
                     raise error from None
                 return False

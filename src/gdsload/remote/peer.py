@@ -374,6 +374,7 @@ class PeerFile(RemoteFile):
         self.url = directory.path_of(name)
         self.size, self.version = source.sizes[name], source.version
         self._directory, self._name, self._head = directory, name, head
+        self.head_bytes = len(head)
         self._changed = ""
         self._closed = False
         directory.enter()

@@ -163,6 +163,7 @@ class ReplicaFile(RemoteFile):
         self.url = url
         self._sources = sources
         self._files = {source: each.file for source, each in files.items()}
+        self.head_bytes = min(file.head_bytes for file in self._files.values())
         self._paths: Counter[str] = Counter()
         self._failovers: Counter[str] = Counter()
         self._lock = fork_safe_lock(self)

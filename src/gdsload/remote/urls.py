@@ -104,7 +104,8 @@ def joined(url: str, folder: str) -> str:
 def split_file(url: str) -> tuple[str, str]:
     """The URL of a file's directory, and the name of the file.
 
-    Raises CheckpointError for several sources of files with different names.
+    Raises CheckpointError for several sources of files with different names, and for a name that
+    contains an escaped "/".
     """
     if sources := sources_of(url):
         folders, names = zip(*map(split_file, sources), strict=True)
@@ -116,6 +117,8 @@ def split_file(url: str) -> tuple[str, str]:
         return folder or os.curdir, name
     parts = split_url(url)
     directory, _, name = parts.path.rpartition("/")
+    if "/" in unquote(name):
+        raise CheckpointError(f"{without_secrets(url)}: the name of a file has no %2F in it")
     return parts._replace(path=directory).geturl(), unquote(name)
 
 
