@@ -13,7 +13,7 @@ import pytest
 from gdsload.errors import CheckpointError, StallError
 from gdsload.system import parallel
 from gdsload.system.cancellation import CancelToken, LoadCancelled
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import note_progress, parallel_map
 from threadends import await_threads
 
 PATIENCE_SECONDS = 240.0
@@ -96,6 +96,27 @@ def test_parallel_map_with_hung_item_raises_stall_error() -> None:
     release.set()
     await_threads("gdsload-open")
     assert discarded == ["a.bin"]
+
+
+def test_item_that_makes_progress_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    looked = threading.Event()
+
+    def monotonic() -> float:
+        looked.set()
+        return now[0]
+
+    def work(_: int) -> str:
+        for _ in range(10):
+            now[0] += 50.0
+            note_progress()
+            looked.clear()
+            assert looked.wait(PATIENCE_SECONDS)
+        return "read"
+
+    monkeypatch.setattr(parallel, "time", SimpleNamespace(monotonic=monotonic))
+    assert list(parallel_map(work, [0], path_of=str, stall_seconds=60.0)) == ["read"]
+    note_progress()  # of no map
 
 
 def test_parallel_map_in_a_stopped_process_does_not_report_a_stall(

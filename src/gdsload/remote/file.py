@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gdsload.errors import RemoteError
+from gdsload.system.parallel import note_progress
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -149,6 +150,7 @@ class RemoteFile(ABC):
             for chunk in self.chunks(offset + got, length - got):
                 parts.append(bytes(chunk))
                 got += len(parts[-1])
+                note_progress()
             if not before < got <= length:
                 raise self.error(
                     f"{got - before} bytes came instead of {length - before}",

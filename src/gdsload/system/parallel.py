@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gdsload.errors import StallError
 from gdsload.system.cancellation import LoadCancelled, check
@@ -22,6 +22,22 @@ Result = TypeVar("Result")
 _THREADS = 16  # requests in flight hide the latency of network storage; more gain nothing
 _AHEAD = 32  # finished results that wait for the consumer: bounds the memory of headers
 _WAKE_SECONDS = 0.1  # a Ctrl-C just before a wait begins is seen only when the wait ends
+
+
+class _Own(threading.local):
+    """Of this thread: what it works for."""
+
+    threads: _Threads[Any, Any] | None = None
+
+
+_own = _Own()
+
+
+def note_progress() -> None:
+    """Notes that bytes have come for an item of a `parallel_map`: in its `work`, if that may take
+    longer than a stall."""
+    if _own.threads is not None:
+        _own.threads.steps += 1
 
 
 class _Threads(Generic[Item, Result]):
@@ -39,7 +55,7 @@ class _Threads(Generic[Item, Result]):
         self._lock, self._changed = condition()
         self._outcomes: dict[int, tuple[Result | None, BaseException | None]] = {}
         self._crashes: list[BaseException] = []  # of threads, outside `work`
-        self._finished = 0
+        self.steps = 0  # of progress: items that were finished, and bytes that came for others
         self._stopped = False
         self._threads: list[threading.Thread] = []
         self.join_seconds = 1.0  # for threads still at work when the caller stops
@@ -54,6 +70,7 @@ class _Threads(Generic[Item, Result]):
         return bool(self._threads)
 
     def _run(self) -> None:
+        _own.threads = self
         try:
             while (job := self._next_job()) is not None:
                 self._finish(job[0], *self._outcome_of(job[1]))
@@ -78,7 +95,7 @@ class _Threads(Generic[Item, Result]):
         with self._lock:
             if not self._stopped:
                 self._outcomes[number] = result, error
-                self._finished += 1
+                self.steps += 1
                 self._changed.notify_all()
                 return
         if error is None:
@@ -87,14 +104,14 @@ class _Threads(Generic[Item, Result]):
     def result_of(self, number: int, path_of: Callable[[], str], stall_seconds: float) -> Result:
         """Waits for the result of an item. Errors are as those of `parallel_map`."""
         with self._lock:
-            before, start, watch = self._finished, time.monotonic(), StallWatch()
+            before, start, watch = self.steps, time.monotonic(), StallWatch()
             while number not in self._outcomes:
                 self._changed.wait(min(_WAKE_SECONDS, stall_seconds))
                 if self._crashes:
                     raise self._crashes[0]
                 check()
-                if self._finished != before:
-                    before, start = self._finished, time.monotonic()
+                if self.steps != before:
+                    before, start = self.steps, time.monotonic()
                 if watch.stalled(time.monotonic() - start, stall_seconds):
                     self.join_seconds = 0.0
                     path = path_of()
@@ -143,10 +160,10 @@ def parallel_map(
         items: The items.
         path_of: The path of an item, for messages.
         discard: Called for each result that is not yielded because the caller stopped early.
-        stall_seconds: The longest time in which no item is finished.
+        stall_seconds: The longest time in which no item is finished, and no progress is noted.
 
     Raises:
-        StallError: No item was finished for `stall_seconds`. The hung thread is left behind and
+        StallError: Nothing has happened for `stall_seconds`. The hung thread is left behind and
             discards its result.
         LoadCancelled: The load was cancelled. Threads at work are left behind as well.
         BaseException: The first error of `work`, in the order of the items.
