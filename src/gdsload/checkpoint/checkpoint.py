@@ -48,7 +48,7 @@ from gdsload.remote.file import HEAD_BYTES
 from gdsload.remote.urls import shown_source
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_eased, collector_paused
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import in_thread, parallel_map
 from gdsload.system.stall import STALL_SECONDS
 from gdsload.system.storage import filesystem_without_disk
 
@@ -192,15 +192,12 @@ class Checkpoint(quiesce.Holder):
     ) -> Checkpoint:
         if not header_limit >= 0:  # also if it is NaN, which nothing is larger than
             raise ValueError(f"header_limit={header_limit!r} is no number of bytes")
-        # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a few files.
-        (found,) = parallel_map(
-            partial(_find_and_open, find=find, limit=header_limit),
-            [source],
-            path_of=shown_source,
+        files, shards, texts = in_thread(
+            partial(_find_and_open, source, find, header_limit),
+            shown_source(source),
             discard=_Found.close,
             stall_seconds=stall_seconds,
         )
-        files, shards, texts = found
         try:
             if len(shards) < len(files.shards):
                 # All shards are opened before the first is read: this leaves a download that

@@ -28,7 +28,7 @@ from gdsload.errors import (
     extra_hint,
     shown,
 )
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import in_thread
 from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
@@ -128,10 +128,7 @@ def read_manifest(
 
 
 def _read(path: str, stall_seconds: float) -> bytes:
-    # In a thread, so that a hung mount cannot block Ctrl-C.
-    read = partial(read_small, limit=LIMIT_BYTES)
-    (raw,) = parallel_map(read, [path], path_of=str, stall_seconds=stall_seconds)
-    return raw
+    return in_thread(partial(read_small, path, LIMIT_BYTES), path, stall_seconds=stall_seconds)
 
 
 def _absent(path: str, command: str, error: CheckpointNotFound) -> CheckpointNotFound:

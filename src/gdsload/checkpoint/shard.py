@@ -26,7 +26,7 @@ from gdsload.errors import CheckpointError, FileChanged
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import RemoteFile
 from gdsload.system.lifecycle import fork_safe_lock
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import in_thread
 from gdsload.system.storage import OVERLAY, is_distant
 
 _openings = count(1)
@@ -118,16 +118,13 @@ class Shard:
         return self._fd
 
     def _reopen(self) -> None:
-        opened = partial(open_regular, shown_as=self.path)
-        if self.may_hang:  # in a thread, so that a hung mount cannot block Ctrl-C
-            ((fd, status),) = parallel_map(
-                opened,
-                [self._reopened_path],
-                path_of=lambda _: self.path,
-                discard=lambda late: close_files([late[0]], may_hang=True),
+        opened = partial(open_regular, self._reopened_path, shown_as=self.path)
+        if self.may_hang:
+            fd, status = in_thread(
+                opened, self.path, discard=lambda late: close_files([late[0]], may_hang=True)
             )
         else:
-            fd, status = opened(self._reopened_path)
+            fd, status = opened()
         try:
             self._require_same(status)
             with _lock:  # another thread may have opened it meanwhile

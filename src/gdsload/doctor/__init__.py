@@ -16,7 +16,7 @@ from gdsload.doctor.finding import Diagnosis, Finding
 __all__ = ["Diagnosis", "Finding", "examine"]
 
 
-def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diagnosis:
+def examine(path: str | os.PathLike[str] | None = None) -> Diagnosis:
     """Runs all checks, and those of the storage that has `path`, a file or a directory.
 
     Raises:
@@ -28,13 +28,13 @@ def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diag
         software.remote_client(),
         software.kernel(),
         *(software.engine(name) for name in ENGINES),
-        limits.locked_memory(root),
-        limits.huge_pages(root),
+        limits.locked_memory(),
+        limits.huge_pages(),
         limits.page_cache(),
-        limits.idle_page_cache(root),
+        limits.idle_page_cache(),
         limits.memory(),
     ]
     if path is not None:
-        findings += storage.findings(path, root)
-    findings += [*software.backends(), *gpu.findings(root)]
+        findings += storage.findings(path)
+    findings += [*software.backends(), *gpu.findings()]
     return Diagnosis(tuple(findings))

@@ -6,14 +6,14 @@ import errno
 import mmap
 import os
 import stat
-from contextlib import closing, suppress
+from contextlib import suppress
 
 from gdsload._native import system
 from gdsload.checkpoint.file_io import open_regular
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 from gdsload.errors import CheckpointError, StallError
 from gdsload.system.mountinfo import mount_of
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import in_thread
 from gdsload.system.storage import is_distant
 
 # Of a temporary file: they say nothing about direct I/O. The last two: none can be without a name.
@@ -26,28 +26,25 @@ _LEVELS = 2  # directories of models have one level, a hub cache has more
 _MOST_FOLDERS = 64  # of one level, so that a large tree costs little
 
 
-def findings(path: str | os.PathLike[str], root: str = "/") -> list[Finding]:
+def findings(path: str | os.PathLike[str]) -> list[Finding]:
     """The checks of a path; if its filesystem does not answer, one finding that says so.
 
     Raises:
         OSError: There is no such path, or this user may not see it.
     """
-
-    def check(path: str) -> list[Finding]:
-        os.stat(path)
-        return [filesystem(path, root), direct_io(path)]
-
     name = os.fspath(path)
-    # In a thread, which may hang.
-    answers = parallel_map(check, [name], path_of=str, stall_seconds=ANSWER_SECONDS)
-    with closing(answers):
-        try:
-            return next(answers)
-        except StallError:
-            why = f"it has not answered for {ANSWER_SECONDS:g} s"
-            hint = "its server, daemon or disk hangs; a load would end with an error"
-            untried = Finding(f"direct I/O on {name}", NO, "not tried")
-            return [Finding(f"filesystem of {name}", NO, why, hint), untried]
+
+    def check() -> list[Finding]:
+        os.stat(name)
+        return [filesystem(name), direct_io(name)]
+
+    try:
+        return in_thread(check, name, stall_seconds=ANSWER_SECONDS)
+    except StallError:
+        why = f"it has not answered for {ANSWER_SECONDS:g} s"
+        hint = "its server, daemon or disk hangs; a load would end with an error"
+        untried = Finding(f"direct I/O on {name}", NO, "not tried")
+        return [Finding(f"filesystem of {name}", NO, why, hint), untried]
 
 
 def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:

@@ -16,7 +16,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +31,7 @@ from gdsload.report import LoadReport
 from gdsload.system.cancellation import check
 from gdsload.system.gc_control import collector_paused, imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import in_thread
 from gdsload.system.threads import Event
 
 if TYPE_CHECKING:
@@ -180,14 +180,10 @@ class Offer:
         paths = [shard.original_path for shard in checkpoint.shards]
         if self._known.is_set() or checkpoint.source in self._unanswered:
             return False
-        answers = parallel_map(
-            lambda source: any(map(self.may_hold, paths)),
-            [self.source],
-            path_of=lambda source: source,
-            stall_seconds=_LOOK_SECONDS,
-        )
-        with closing(answers), suppress(StallError):
-            return next(answers)
+        with suppress(StallError):
+            return in_thread(
+                lambda: any(map(self.may_hold, paths)), self.source, stall_seconds=_LOOK_SECONDS
+            )
         self._unanswered.add(checkpoint.source)  # nor by its next windows
         return False
 

@@ -37,7 +37,7 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.report import LoadReport
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import in_thread, parallel_map
 from gdsload.system.storage import Storage, reads_in_flight, remote_storage, storage_of
 
 _COPY_BYTES = 128 << 10
@@ -119,7 +119,7 @@ class ShardAccess:
             if not shards[shard].distant and not self.mapped(shard, ranges)
         ]
 
-        def fill(cold: Sequence[tuple[int, Sequence[MergedRange]]]) -> None:
+        def fill() -> None:
             for shard, ranges in cold:
                 _will_need(shards[shard].fd, ranges)
             buffer = bytearray(_COPY_BYTES)
@@ -135,10 +135,8 @@ class ShardAccess:
             self.report.page_cache = (
                 f"filled: checkpoints of up to {WITHOUT_BACKEND_BYTES:,} bytes always are"
             )
-            # In a thread, so that a disk that hangs cannot block Ctrl-C.
             path = shards[cold[0][0]].path
-            seconds = self._checkpoint.stall_seconds
-            list(parallel_map(fill, [cold], path_of=lambda _: path, stall_seconds=seconds))
+            in_thread(fill, path, stall_seconds=self._checkpoint.stall_seconds)
 
     def mapped(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
         """Whether to map these ranges of a shard."""

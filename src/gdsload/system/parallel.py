@@ -181,3 +181,22 @@ def parallel_map(
         raise
     finally:
         threads.stop()
+
+
+def in_thread(
+    work: Callable[[], Result],
+    path: str,
+    *,
+    discard: Callable[[Result], None] = lambda _: None,
+    stall_seconds: float = STALL_SECONDS,
+) -> Result:
+    """`work()`, in a thread: storage that hangs cannot block Ctrl-C. `path` is for messages. Raises
+    as `parallel_map`."""
+    (result,) = parallel_map(
+        lambda _: work(),
+        [None],
+        path_of=lambda _: path,
+        discard=discard,
+        stall_seconds=stall_seconds,
+    )
+    return result
