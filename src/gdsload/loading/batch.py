@@ -6,10 +6,11 @@ The session decides what has to be read (`session`). A batch takes the memory, f
 turns failures into errors, and takes over ranges that a prefetch is still reading.
 
     class              reads into                                  module
-    `Batch`            host buffers, or the host pool              this one
+    `Batch`            host buffers, the host pool, or blocks of   this one
+                       a device, without torch
     `_WindowBatch`     memory that the next windows use again      `window_writer`
     `DeviceBatch`      tensors of a device                         `device_batch`
-    `BlockBatch`       blocks of a device, without torch           `device_batch`
+    `BlockBatch`       as `Batch`, for a load to a device          `device_batch`
     `TargetBatch`      tensors of the caller, on a device          `into`
     `PrefetchBatch`    as `Batch`, for a load that comes later     `readahead.prefetch_batch`
     `PageCacheWarmup`  nothing: only the page cache is filled      `readahead.prefetch_batch`
@@ -18,7 +19,7 @@ turns failures into errors, and takes over ranges that a prefetch is still readi
 
 The constructor posts the reads, so a subclass sets its attributes before it calls the one of
 `Batch`. It may override `tensors_of`, `state` and `release`, and `_make_tensors`, `_take_memory`,
-`_before_reads`, `_start_anew` and `_note_progress`.
+`_before_reads` and `_note_progress`.
 """
 
 from __future__ import annotations
@@ -138,7 +139,12 @@ class Batch:
         """Makes the tensors that are read into, if they are made before the reads."""
 
     def _take_memory(self) -> list[Memory]:
-        """Memory for each target of the plan; views of what is read to it are added to `views`."""
+        """Memory for each target of the plan; views of what is read to it are added to `views`.
+        Raises PlacementError."""
+        if self.session.device != "cpu":
+            from gdsload.loading.device_blocks import in_blocks  # imports CUDA
+
+            return in_blocks(self)
         pool = current_pool() if self.session.uses_pool else None
         intake = None if pool is None else pool.allocate(self.plan)
         self._end_intake = None if intake is None else intake.end
@@ -260,16 +266,14 @@ class Batch:
         for name in lost:  # their memory may be needed for them again
             self.views.pop(name, None)
             self.claims[name] = self.claims[name]._replace(view=None)
-        batch = self._start_anew([self.claims[name].range for name in lost])
+        plan = self.session.plan([self.claims[name].range for name in lost])
+        batch = Batch(self.session, plan, {})
         self._anew.append(batch)
         for name in lost:
             first, last = batch.plan.locations[name][2:]
             self.claims[name] = self.claims[name]._replace(batch=batch, first=first, last=last)
         self.views.update(batch.views)
         batch.views.clear()  # a tensor that is freed must free its memory
-
-    def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
-        return Batch(self.session, self.session.plan(ranges), {})
 
     @property
     def landed_bytes(self) -> int:

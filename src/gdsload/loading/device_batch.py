@@ -27,16 +27,16 @@ from gdsload.dtypes import torch_dtype
 from gdsload.errors import GdsloadError, PlacementError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import offered
+from gdsload.loading.device_blocks import memory_of
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import raise_if_refused
 from gdsload.memory import device_buffers, late_copies
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import bytes_at, flat_bytes, make_tensors, packed_shape, torch_dtype_of
-from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan, ranges_of
+from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, ranges_of
 from gdsload.planning.tensor_slices import TensorSlice, whole
 from gdsload.system import gpu
 from gdsload.system.device_name import device_kind
-from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
     import torch
@@ -117,12 +117,6 @@ def torch_imported() -> bool:
 class BlockBatch(Batch):
     """Whole tensors that are being read into blocks of the device, before torch is imported."""
 
-    def _take_memory(self) -> list[Memory]:
-        return in_blocks(self)
-
-    def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
-        return read_to_blocks(self.session, ranges)
-
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
         # Empty tensors, and those of the host pool or a prefetch to the host, need other memory.
         slices = [whole(info) for info in infos]
@@ -142,9 +136,6 @@ class DeviceBatch(Batch):
     def _take_memory(self) -> list[Memory]:
         return self._tensors.memory(self.plan)
 
-    def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
-        return read_to_blocks(self.session, ranges)
-
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
         tensors = self._tensors.give([whole(info) for info in infos], self.views)
         self.views.clear()
@@ -160,39 +151,6 @@ def _check(
             for info in infos:
                 compared = session.verifier.check_tensor([info], tensors[info.name])
                 session.report.verified_bytes += compared
-
-
-def read_to_blocks(session: Session, ranges: Sequence[ByteRange]) -> Batch:
-    """Posts reads into blocks of the session's device that belong to no tensor yet. Raises
-    PlacementError if the device is too full."""
-    return BlockBatch(session, session.plan(ranges), {})
-
-
-def in_blocks(batch: Batch) -> list[Memory]:
-    """Blocks of the device as the memory of a batch, which gets a view for each range. Raises
-    PlacementError if the device is too full."""
-    device, plan = batch.session.device, batch.plan
-    views = device_buffers.take(gpu.ordinal_of(device), plan.ranges)
-    batch.views.update(views)
-    starts = {view.region: view.region.address for view in views.values()}
-    addresses = {name: starts[block] + offset for name, (block, offset) in views.items()}
-    return memory_of(device, plan, addresses, list(starts))
-
-
-@collector_paused()
-def memory_of(
-    device: str, plan: ReadPlan, addresses: dict[str, int], owners: object
-) -> list[Memory]:
-    """The memory of each target of the plan, in shares that are as long as possible.
-
-    `addresses` are device addresses of the byte ranges; `owners` keep their memory alive.
-    """
-    owner = gpu.device(gpu.ordinal_of(device))
-    shares = native.shares(plan.members, addresses, len(plan.targets), owner.range_of)
-    return [
-        Memory(VRAM, 0, target.length, owners, device=device, shares=shares[number])
-        for number, target in enumerate(plan.targets)
-    ]
 
 
 def memory_in(
@@ -427,10 +385,7 @@ def after_torch(device: str, follow: Callable[[int], bool]) -> None:
 
 def synchronize(device: str) -> None:
     """Waits for the work that torch's current stream of a device has now."""
-    stream = _current_stream(device)
-    if stream is not None:
-        with gpu.capture_relaxed(device):
-            stream.synchronize()
+    after_torch(device, lambda stream: False)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:

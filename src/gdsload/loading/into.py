@@ -24,7 +24,7 @@ from gdsload.loading.session import Session
 from gdsload.loading.window_writer import CopyPart, WindowWriter
 from gdsload.memory import late_copies
 from gdsload.memory.host_buffers import BufferView
-from gdsload.planning.read_plan import ByteRange, ReadPlan, ranges_of
+from gdsload.planning.read_plan import ReadPlan, ranges_of
 
 COMPLETE, UNDEFINED, UNCHANGED = "complete", "undefined", "unchanged"
 
@@ -52,11 +52,6 @@ class TargetBatch(Batch):
 
         pairs = ((each.wanted.slice, each.tensor) for each in self._destinations)
         return memory_in(self.session, self.plan, pairs, self._destinations)
-
-    def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
-        from gdsload.loading.device_batch import read_to_blocks
-
-        return read_to_blocks(self.session, ranges)
 
     def copy_views(self) -> None:
         """Copies what a prefetch or the host pool had in memory already."""

@@ -56,13 +56,6 @@ class PrefetchBatch(Batch):
         there is too little memory."""
         return cls(session, *session.arrange(ranges))
 
-    def _take_memory(self) -> list[Memory]:
-        if self.session.device == "cpu":
-            return super()._take_memory()
-        from gdsload.loading.device_batch import in_blocks  # imported only for a device
-
-        return in_blocks(self)
-
     def offered_ranges(self, ranges: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
         """The byte ranges that loads can claim, by file."""
         rows: dict[Identity, list[OfferedRange]] = {}
