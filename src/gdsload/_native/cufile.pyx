@@ -268,18 +268,14 @@ cdef class CuFile:
         return value
 
     def set_size(self, int parameter, size_t value):
-        """Before the driver is opened. Raises CuFileFailure."""
+        """Before the driver is opened. False if this libcufile does not accept it."""
         self.own()
-        if self.api.set_size == NULL:
-            raise NotSupported(f"{self.path} has no cuFileSetParameterSizeT")
-        self.require("cuFileSetParameterSizeT", self.api.set_size(parameter, value))
+        return self.api.set_size != NULL and self.api.set_size(parameter, value).err == 0
 
     def set_bool(self, int parameter, bint value):
-        """Before the driver is opened. Raises CuFileFailure."""
+        """Before the driver is opened. False if this libcufile does not accept it."""
         self.own()
-        if self.api.set_bool == NULL:
-            raise NotSupported(f"{self.path} has no cuFileSetParameterBool")
-        self.require("cuFileSetParameterBool", self.api.set_bool(parameter, value))
+        return self.api.set_bool != NULL and self.api.set_bool(parameter, value).err == 0
 
     def p2p_flags(self, int target):
         """CUfileP2PFlags of a kind of storage (CUfileDriverStatusFlags), or None."""
@@ -389,10 +385,6 @@ cdef class CuFile:
         """A table of file handles for an engine that reads into memory of ``device``. A read counts
         as lost after ``patience_seconds`` without an event."""
         return Files(self, device, patience_seconds)
-
-
-class NotSupported(RuntimeError):
-    """This libcufile is too old."""
 
 
 # Bytes from the start of a GPU's statistics (CUfilePerGpuStats).

@@ -133,6 +133,7 @@ class PumpBackend(Backend):
         super().__init__(**options)
         self.engine = ""
         self.refusals: dict[str, str] = {}
+        self._pump: Pump | None = None
         self._pipelines: dict[str, StagingPipeline] = {}
         self._file_numbers = 0  # an engine knows descriptors by these; none is used twice
 
@@ -175,6 +176,12 @@ class PumpBackend(Backend):
     @property
     def pump(self) -> Pump:
         """The pump of loads to DRAM, opened when it is first used."""
+        if self._pump is None:
+            self._pump = self._open_pump()
+        require_own_process(self._pump.pid, self.name)
+        return self._pump
+
+    def _open_pump(self) -> Pump:
         raise BackendUnavailable(f"backend {self.name!r} does not reach {DRAM}")
 
     @abstractmethod
@@ -210,8 +217,11 @@ class PumpBackend(Backend):
     def facts(self, request: PumpedRequest) -> Sequence[RequestFacts]:
         return [request.facts()]
 
-    def _close_pipelines(self) -> None:
-        """Leaves them to the next load."""
+    def close(self) -> None:
+        """Closes the pump, and leaves the pipelines to the next load."""
         for pipeline in self._pipelines.values():
             pipeline.park_or_close()
         self._pipelines.clear()
+        if self._pump is not None:
+            self._pump.close(DRAIN_SECONDS)
+            self._pump = None

@@ -29,10 +29,9 @@ from gdsload.backends.base import (
     Progress,
     Registration,
     Support,
-    require_own_process,
 )
 from gdsload.backends.posix.backend import MOST_RING_BYTES, REQUEST_BYTES
-from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
+from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable, ReadError, RemoteError
 from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import Limits
@@ -63,7 +62,6 @@ class RemoteBackend(PumpBackend):
         self._require_request_options(MOST_DEPTH, "requests")
         self._asked = frozenset(options)
         self._fetchers: list[FetchThreads] = []
-        self._pump: Pump | None = None
         self._files: dict[int, RemoteFile] = {}  # by the number that stands for a descriptor
         self._failures: dict[tuple[int, int], RemoteError] = {}  # by file and end of the read
         # Of files with several sources: what was reported already, or counted by an earlier load.
@@ -133,19 +131,14 @@ class RemoteBackend(PumpBackend):
             for key in [key for key in self._failures.copy() if key[0] == number]:
                 self._failures.pop(key, None)
 
-    @property
-    def pump(self) -> Pump:
-        if self._pump is None:
-            threads = self._new_fetcher()
-            try:
-                self._pump = Pump(threads.fetch.capsule(), self.settings["depth"])
-            except OSError as error:
-                raise BackendUnavailable(
-                    f"backend {self.name!r} cannot be opened: {error.strerror}",
-                    {self.name: str(error)},
-                ) from error
-        require_own_process(self._pump.pid, self.name)
-        return self._pump
+    def _open_pump(self) -> Pump:
+        try:
+            return Pump(self._new_fetcher().fetch.capsule(), self.settings["depth"])
+        except OSError as error:
+            raise BackendUnavailable(
+                f"backend {self.name!r} cannot be opened: {error.strerror}",
+                {self.name: str(error)},
+            ) from error
 
     def _new_fetcher(self) -> FetchThreads:
         threads = FetchThreads(self.name, self._files, self._failures)
@@ -217,10 +210,7 @@ class RemoteBackend(PumpBackend):
         return dict(found)
 
     def close(self) -> None:
-        self._close_pipelines()
-        if self._pump is not None:
-            self._pump.close(DRAIN_SECONDS)
-            self._pump = None
+        super().close()
         self._fetchers.clear()
 
 

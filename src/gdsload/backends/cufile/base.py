@@ -201,7 +201,7 @@ class CuFileBackend(PumpBackend):
             for number in self._handles:
                 table.put(number, 0)
         pipelines = list(self._pipelines.values())
-        self._close_pipelines()
+        super().close()
         files, self._files = self._files, []
         self._handles.clear()
         driver, self._driver = self._driver, None

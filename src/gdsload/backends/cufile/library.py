@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from gdsload._native.cuda import Device
-from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
+from gdsload._native.cufile import CuFile, CuFileFailure
 from gdsload.backends.base import Support, require_own_process
 from gdsload.backends.cufile import config
 from gdsload.errors import BackendUnavailable, GdsloadError
@@ -256,13 +256,12 @@ _latched: list[str] = []
 
 
 def _end() -> None:
-    lock = _lock
-    if lock.acquire(timeout=lifecycle.LOCK_SECONDS):
+    if _lock.acquire(timeout=lifecycle.LOCK_SECONDS):
         try:
             for driver in [*_driver]:
                 driver.end()
         finally:
-            lock.release()
+            _lock.release()
 
 
 lifecycle.at_exit(lifecycle.CUFILE, _end)
@@ -299,8 +298,8 @@ def versions() -> dict[str, str]:
         version = str(library().version)
     return {
         "cuFile": version,
-        "nvidia-fs": _text(ROOT, "proc/driver/nvidia-fs/version"),
-        "driver": _text(ROOT, "sys/module/nvidia/version"),
+        "nvidia-fs": _text("proc/driver/nvidia-fs/version"),
+        "driver": _text("sys/module/nvidia/version"),
         "CUDA": str(gpu.cuda().version),
     }
 
@@ -311,13 +310,13 @@ def native_path() -> tuple[str, str]:
     Returns:
         (`NVFS` or `P2P`, ""), or ("", the reason why there is none).
     """
-    version = _text(ROOT, "proc/driver/nvidia-fs/version")
+    version = _text("proc/driver/nvidia-fs/version")
     nodes = glob.glob(os.path.join(ROOT, "dev/nvidia-fs*"))
     if version and nodes:
         return NVFS, ""
     if version:
         return "", "nvidia-fs is loaded, but /dev/nvidia-fs* is not in this container"
-    if "RMForceStaticBar1=1" in _text(ROOT, "proc/driver/nvidia/params"):
+    if "RMForceStaticBar1=1" in _text("proc/driver/nvidia/params"):
         return P2P, ""
     return "", "nvidia-fs is not loaded, and the driver is not set up for PCI P2PDMA"
 
@@ -396,12 +395,10 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     if native_path()[0] == P2P and not chosen:
         switches[_USE_P2PDMA] = True
     for parameter, value in switches.items():
-        with suppress(CuFileFailure, NotSupported):  # before 1.14: checked when it is open
-            found.set_bool(parameter, value)
+        found.set_bool(parameter, value)  # not before 1.14: checked when it is open
     # With slabs of several sizes, 1.17 to 1.19 forget these if a size is set.
     if not settings.has("properties", "max_direct_io_size_kb") and not settings.has_slabs:
-        with suppress(CuFileFailure, NotSupported):
-            found.set_size(_DIRECT_IO_KB, DIRECT_IO_KB)
+        found.set_size(_DIRECT_IO_KB, DIRECT_IO_KB)
     owner = gpu.device(gpu.ordinal_of(device))
     try:
         with config.log_elsewhere(settings), _protected_stdin():
@@ -461,9 +458,9 @@ def explain(code: int) -> str:
     return f"cuFile error {code}: {MEANINGS.get(code, 'see cufile.h')}"
 
 
-def _text(root: str, path: str) -> str:
+def _text(path: str) -> str:
     try:
-        with open(os.path.join(root, path), errors="replace") as file:
+        with open(os.path.join(ROOT, path), errors="replace") as file:
             return re.sub(r"\s+", " ", file.read()).strip()
     except OSError:
         return ""

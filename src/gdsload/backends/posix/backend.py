@@ -20,7 +20,6 @@ from gdsload.backends.base import (
     Registration,
     Registrations,
     Support,
-    require_own_process,
 )
 from gdsload.backends.posix import engines
 from gdsload.backends.posix.engines import (
@@ -29,7 +28,7 @@ from gdsload.backends.posix.engines import (
     try_engine,
     unopened,
 )
-from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
+from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable
 from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import Limits, Transfer
@@ -74,7 +73,6 @@ class PosixBackend(PumpBackend):
         # Settings of loads to DRAM. Distant storage changes those that the user did not set.
         self._dram_settings = self.settings
         self._asked = frozenset(options)
-        self._pump: Pump | None = None
         self._buffers: list[tuple[int, int]] = []  # to register with the engine
         wanted = self.settings["engine"]
         self.engine = ENGINES[0] if wanted == "auto" else wanted
@@ -177,31 +175,27 @@ class PosixBackend(PumpBackend):
     def deregister(self, registration: Registration) -> None:
         """Nothing to do: files and buffers are released when the engine is closed."""
 
-    @property
-    def pump(self) -> Pump:
-        if self._pump is None:
-            self._pump = self._open_pump()
-        require_own_process(self._pump.pid, "posix")
-        return self._pump
-
     def _open_pump(self) -> Pump:
-        """An engine that worked in the probe may lack something now; `auto` then tries the next."""
+        settings = self._dram_settings
         while True:
-            settings = self._dram_settings
             capsule = engines.engine_capsule(self.engine, settings["pages"])
             try:
-                pump = Pump(capsule, settings["depth"], self._buffers)
+                return Pump(capsule, settings["depth"], self._buffers)
             except OSError as error:
-                refusal = unopened(self.engine, error)
-            else:
-                return pump
-            self.refusals[f"posix/{self.engine}"] = str(refusal)
-            others = ENGINES[ENGINES.index(self.engine) + 1 :]
-            if self.settings["engine"] != "auto" or not others:
-                raise BackendUnavailable(
-                    f"backend 'posix' cannot be opened: {refusal}", self.refusals
-                )
-            self.engine = self._first_engine(others)
+                refusal = str(unopened(self.engine, error))
+            if not self._next_engine(refusal):
+                text = f"backend 'posix' cannot be opened: {refusal}"
+                raise BackendUnavailable(text, {**self.refusals, f"posix/{self.engine}": refusal})
+
+    def _next_engine(self, refusal: str) -> bool:
+        """Changes to the next engine: one that worked in the probe may lack something now. False if
+        there is none, or if one was asked for, or has opened."""
+        others = ENGINES[ENGINES.index(self.engine) + 1 :]
+        if self.settings["engine"] != "auto" or self._pump is not None or not others:
+            return False
+        self.refusals[f"posix/{self.engine}"] = refusal
+        self.engine = self._first_engine(others)
+        return True
 
     def prepare(
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
@@ -224,19 +218,16 @@ class PosixBackend(PumpBackend):
             self.engine = self._first_engine(ENGINES)
         settings = self._device_settings()
         fixed = settings["fixed_buffers"] != "never"
-        while True:  # like `_open_pump`
-            name, capsule = self.engine, engines.engine_capsule(self.engine)
-            kind = ("posix", name, settings["depth"], fixed)
+        while True:
+            capsule = engines.engine_capsule(self.engine)
+            kind = ("posix", self.engine, settings["depth"], fixed)
             try:
                 return pipeline_through_dram(
                     "posix", device, capsule, settings, self.refusals, register=fixed, kind=kind
                 )
             except BackendUnavailable as error:
-                others = ENGINES[ENGINES.index(name) + 1 :]
-                if self.settings["engine"] != "auto" or self._pump is not None or not others:
+                if not self._next_engine(str(error)):
                     raise
-                self.refusals[f"posix/{name}"] = str(error)
-                self.engine = self._first_engine(others)
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
@@ -252,8 +243,5 @@ class PosixBackend(PumpBackend):
         return {**found, f"posix/{self.engine}/direct bounced": bounced} if bounced else found
 
     def close(self) -> None:
-        self._close_pipelines()
-        if self._pump is not None:
-            self._pump.close(DRAIN_SECONDS)
-            self._pump = None
-            self._buffers.clear()
+        super().close()
+        self._buffers.clear()
