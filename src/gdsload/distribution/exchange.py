@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
@@ -236,15 +235,16 @@ class Exchange:
         self._planned = windows_of(layouts, window_bytes)
         self._posted: deque[_Window] = deque()
         self._tensors: dict[int, torch.Tensor] = {}  # not yet complete
+        # Rows of each tensor that come with windows after this one.
         self._left = [len(layout.rows_of(readers.rank)) for layout in layouts]
         self._next = 0  # the first tensor that was not handed out
         self._answer_at = 0.0  # monotonic seconds
         session.report.ranks = readers.size
         session.expect(sum(layout.info.nbytes for layout in layouts) // readers.size)
 
-    def start(self) -> None:
+    def _post_next(self) -> None:
         """Posts the reads of the next window, if there is one."""
-        for window in islice(self._planned, 1):
+        if (window := next(self._planned, None)) is not None:
             shares = shares_of(self._layouts, window, self._readers.size)
             infos = [info_of(self._layouts, rows) for rows in shares[self._readers.rank]]
             self._posted.append(_Window(shares, infos, post(self._session, infos)))
@@ -259,13 +259,12 @@ class Exchange:
             RankError: Another rank has failed.
             GdsloadError: As for `load_file`.
         """
-        if not self._posted:
-            self.start()
+        self._post_next()
         if not self._posted:
             self._readers.finish()
         device = self._session.device
         while self._posted:
-            self.start()
+            self._post_next()
             window = self._posted[0]
             self._answer_at = time.monotonic() + self._readers.patience_seconds
             window.batch.wait(watch=self._stay_in_touch)
@@ -282,7 +281,7 @@ class Exchange:
                 self._readers.exchanging(),
                 capture_relaxed(device),
             ):
-                self._exchange(window, sent, received)
+                self._exchange(sent, received)
             del sent, received  # they hold memory of tensors that are handed out
             self._posted.popleft()
             # What was sent may be of a mapping, which changes with its file. At the end all of them
@@ -345,6 +344,7 @@ class Exchange:
             for message in messages_of(self._layouts, share, self._readers.rank):
                 for _, rows in message.parts:
                     self._rows(rows)
+                    self._left[rows.tensor] -= rows.stop - rows.start
                 if reader == self._readers.rank:
                     continue
                 if len(message.parts) == 1:
@@ -384,7 +384,6 @@ class Exchange:
 
     def _exchange(
         self,
-        window: _Window,
         sent: list[tuple[int, torch.Tensor]],
         received: list[tuple[int, Message, torch.Tensor]],
     ) -> None:
@@ -394,10 +393,6 @@ class Exchange:
         for _, message, memory in received:
             self._session.report.received_bytes += message.nbytes
             self._unpack(message, memory)
-        for share in window.shares:
-            for message in messages_of(self._layouts, share, self._readers.rank):
-                for _, rows in message.parts:
-                    self._left[rows.tensor] -= rows.stop - rows.start
 
     def _wanted(
         self, sources: Mapping[Rows, torch.Tensor], part: tuple[Rows, Rows], rank: int

@@ -112,21 +112,17 @@ def from_pretrained(
     # With a state_dict= transformers needs no source. Else it would ask a hub for "None".
     if not isinstance(source, (str, os.PathLike)) and kwargs.get("state_dict") is None:
         raise TypeError(f"source must be a str or an os.PathLike, not {type(source).__name__}")
-    inherited = hooks.active() or Options()
     if backend != "auto" and _means_its_own(backend, cls):
-        kwargs["backend"] = backend
-    elif backend != "auto":
-        inherited = inherited.with_reading(backend=backend)
-    if page_cache != "auto":
-        inherited = inherited.with_reading(page_cache=page_cache)
+        kwargs["backend"], backend = backend, "auto"
+    given = {
+        "backend": backend, "page_cache": page_cache, "stall_seconds": stall_seconds,
+        "verify": verify, "on_event": on_event,
+    }  # fmt: skip
+    defaults = ReadSettings().keywords()
+    changes = {name: value for name, value in given.items() if value != defaults[name]}
+    inherited = (hooks.active() or Options()).with_reading(**changes)
     if group is not None:
         inherited = replace(inherited, group=group, readers=readers)
-    if stall_seconds != STALL_SECONDS:
-        inherited = inherited.with_reading(stall_seconds=stall_seconds)
-    if verify != "size":
-        inherited = inherited.with_reading(verify=verify)
-    if on_event is not None:
-        inherited = inherited.with_reading(on_event=on_event)
     report = LoadReport(shown_source(str(source)), on_event=inherited.reading.on_event)
     callbacks = (
         None if on_module_ready is None else ModuleCallbacks(on_module_ready, report.source, report)

@@ -45,7 +45,8 @@ class QueueClosed(GdsloadError, RuntimeError):
 
 
 class ReadWindow(Batch):
-    """A batch whose slices are taken one by one, each as soon as its own bytes have arrived."""
+    """A batch whose slices are taken one by one: each as soon as its own bytes have arrived, or,
+    with `whole`, all bytes that the window reads."""
 
     def __init__(
         self,
@@ -53,8 +54,11 @@ class ReadWindow(Batch):
         plan: ReadPlan,
         views: dict[str, BufferView],
         slices: Sequence[TensorSlice],
+        *,
+        whole: bool,
     ) -> None:
         self.left = len(slices)
+        self._whole = whole
         self.arrived = not plan.transfers
         self._infos = [part for tensor_slice in slices for part in tensor_slice.parts]
         self._number_of = {info.name: number for number, info in enumerate(self._infos)}
@@ -99,8 +103,11 @@ class ReadWindow(Batch):
                 BufferView(regions[number], start).give_back(end - start)
 
     def has(self, tensor_slice: TensorSlice) -> bool:
-        """Whether all bytes of a slice have arrived."""
-        return all(part.name in self._made or self._has(part) for part in tensor_slice.parts)
+        """Whether a slice can be taken."""
+        # `arrived` means the reads of the window: a prefetch may still be reading the slice.
+        return (self.arrived or not self._whole) and all(
+            part.name in self._made or self._has(part) for part in tensor_slice.parts
+        )
 
     def _has(self, info: TensorInfo) -> bool:
         if not self.is_there(info.name):  # a prefetch is still reading it
@@ -108,9 +115,8 @@ class ReadWindow(Batch):
         location = self.plan.locations.get(info.name)
         return location is None or self.has_arrived(location.first, location.last)
 
-    def await_slice(self, tensor_slice: TensorSlice, seconds: float, *, whole: bool) -> None:
-        """Waits, without the GIL, until a slice, or the `whole` window, may have arrived; at most
-        `seconds`."""
+    def await_slice(self, tensor_slice: TensorSlice, seconds: float) -> None:
+        """Waits, without the GIL, until a slice can perhaps be taken; at most `seconds`."""
         for part in tensor_slice.parts:
             claim = self.claims.get(part.name)
             if claim is not None:
@@ -122,7 +128,7 @@ class ReadWindow(Batch):
         spans = [locations[part.name] for part in tensor_slice.parts if part.name in locations]
         first = min((location.first for location in spans), default=0)
         last = max((location.last for location in spans), default=-1)
-        if whole:
+        if self._whole:
             first, last = 0, len(self.plan.transfers) - 1
         if last >= first:
             self.pause(first, last, seconds)
@@ -280,7 +286,7 @@ class ReadaheadQueue:
             window_bytes=window_writer.WINDOW_BYTES,
             past_cache=self._past_cache,
         )
-        window.reads = kind(self.session, *found, window.slices)
+        window.reads = kind(self.session, *found, window.slices, whole=not window.kept)
         if window in self._planned:
             self._planned.remove(window)
         self._posted.append(window)
@@ -295,22 +301,21 @@ class ReadaheadQueue:
         """
         expected: _Window | None = None
         window: _Window | None = None
-        start = 0.0
+        waited = 0.0
         try:
-            with self._lock:
-                self._require_open()
-                expected = window = self._window_of.pop(tensor_slice.key, None)
-                window = window or _Window([tensor_slice], kept=True)
-                reads = window.reads or self._post(window)
-                parts = self._given(window, reads, tensor_slice)
-            while parts is None:
-                start = start or time.monotonic()
-                reads.await_slice(tensor_slice, _POLL_SECONDS, whole=not window.kept)
+            while True:
                 with self._lock:
                     self._require_open()
-                    parts = self._given(window, reads, tensor_slice)
-                    if parts is not None:
-                        self.waited_seconds += time.monotonic() - start
+                    if window is None:
+                        expected = self._window_of.pop(tensor_slice.key, None)
+                        window = expected or _Window([tensor_slice], kept=True)
+                    reads = window.reads or self._post(window)
+                    if (parts := self._given(reads, tensor_slice)) is not None:
+                        self.waited_seconds += waited
+                        break
+                start = time.monotonic()
+                reads.await_slice(tensor_slice, _POLL_SECONDS)
+                waited += time.monotonic() - start
         except BaseException:
             with self._lock:
                 if expected is not None:  # the next call for it gets the same window and error
@@ -324,14 +329,11 @@ class ReadaheadQueue:
                     self._advance()
         return assembled(tensor_slice, parts)
 
-    def _given(
-        self, window: _Window, reads: ReadWindow, tensor_slice: TensorSlice
-    ) -> list[torch.Tensor] | None:
+    def _given(self, reads: ReadWindow, tensor_slice: TensorSlice) -> list[torch.Tensor] | None:
         """The parts of a slice; None if not all have arrived. Called with the lock held."""
-        # `arrived` means the reads of the window: a prefetch may still be reading the slice.
-        if not ((window.kept or reads.arrived) and reads.has(tensor_slice)):
+        if not reads.has(tensor_slice):
             reads.poll(tensor_slice)
-            if not ((window.kept or reads.arrived) and reads.has(tensor_slice)):
+            if not reads.has(tensor_slice):
                 return None
         self.taken_tensors += 1
         self.taken_bytes += tensor_slice.nbytes
