@@ -288,60 +288,44 @@ class LoadReport:
 
     def summary(self) -> str:
         """A few lines of text for a person."""
-        imports = self.import_seconds
-        lines = [
-            f"{self.source} -> {self.device}: {count(self.tensors, 'tensor')},"
-            f" {size(self.wanted_bytes)} in {self.seconds:.3f} s"
-            + (f", imports {imports:.3f} s of them" if imports >= 0.0005 else "")
-            + f"; {self.cpu_seconds:.2f} s CPU"
-        ]
-        paths = [f"{path} {size(nbytes)}" for path, nbytes in self.paths.items()]
-        none = "not reported by the backend" if self.read_bytes else "no bytes were read"
-        lines.append("I/O paths: " + (", ".join(paths) or none))
-        if self.read_bytes and (took := self.reading_seconds):
-            rate = size(self.read_bytes / took)
-            lines.append(f"read: {size(self.read_bytes)} in {took:.3f} s, {rate}/s")
-        if self.filesystem:
-            lines.append(f"filesystem: {self.filesystem}, {self.depth} reads in flight at most")
-        if self.ranks:
-            lines.append(
-                f"shared by {self.ranks} ranks: {size(self.read_bytes)} read here,"
-                f" {size(self.received_bytes)} received"
-            )
-        if self.cached_bytes:
-            lines.append(f"local cache: {size(self.cached_bytes)}")
-        if self.page_cache:
-            lines.append(f"page cache: {self.page_cache}")
-        if self.choice:
-            rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
-            lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")
-        lines += [
-            f"failover: {backends}, {size(nbytes)}" for backends, nbytes in self.failovers.items()
-        ]
+        imports, reading = self.import_seconds, self.reading_seconds
+        read, verified = size(self.read_bytes), size(self.verified_bytes)
+        left = size(max(self.wanted_bytes - self.verified_bytes, 0))
+        paths = ", ".join(f"{path} {size(nbytes)}" for path, nbytes in self.paths.items())
+        rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
         phases = ", ".join(f"{name} {took:.3f} s" for name, took in self.exclusive_phases().items())
-        lines.append(f"phases: {phases}")
-        if self.requests:
-            lines.append(
-                f"{count(self.requests, 'request')}, {self.short_reads} short reads continued,"
-                f" {self.retries} retries"
-            )
-        if self.verify != "size":
-            left = max(self.wanted_bytes - self.verified_bytes, 0)
-            lines.append(
-                f"verified by {self.verify}: {size(self.verified_bytes)},"
-                f" not verified: {size(left)}"
-            )
-        if self.integration:
-            why = f" ({self.integration_reason})" if self.integration_reason else ""
-            fates = ", ".join(f"{number} {fate}" for fate, number in self.fates.items())
-            lines.append(f"entry point: {self.integration}{why}{fates and f'; {fates}'}")
-        for kind in ("missing", "unexpected"):
-            if names := getattr(self, kind):
-                lines.append(f"{kind}: {listed(names, 3)}")
-        lines += [f"refused: {name}: {why}" for name, why in self.refusals.items()]
-        if self.failure:
-            lines.append(f"failed: {self.failure}")
-        return "\n".join(map(one_line, lines))
+        fates = ", ".join(f"{number} {fate}" for fate, number in self.fates.items())
+        why = self.integration_reason
+        # Whether a line is shown, and its text.
+        lines = [
+            (True, f"{self.source} -> {self.device}: {count(self.tensors, 'tensor')},"
+             f" {size(self.wanted_bytes)} in {self.seconds:.3f} s"
+             f"{f', imports {imports:.3f} s of them' if imports >= 0.0005 else ''}"
+             f"; {self.cpu_seconds:.2f} s CPU"),
+            (paths, f"I/O paths: {paths}"),
+            (not paths and self.read_bytes, "I/O paths: not reported by the backend"),
+            (not paths and not self.read_bytes, "I/O paths: no bytes were read"),
+            (self.read_bytes and reading, f"read: {read} in {reading:.3f} s, {size(self.rate)}/s"),
+            (self.filesystem, f"filesystem: {self.filesystem}, {self.depth} reads in flight at"
+             " most"),
+            (self.ranks, f"shared by {self.ranks} ranks: {read} read here,"
+             f" {size(self.received_bytes)} received"),
+            (self.cached_bytes, f"local cache: {size(self.cached_bytes)}"),
+            (self.page_cache, f"page cache: {self.page_cache}"),
+            (self.choice, f"backend: {self.choice}{rates and f' ({rates})'}"),
+            *((True, f"failover: {pair}, {size(n)}") for pair, n in self.failovers.items()),
+            (True, f"phases: {phases}"),
+            (self.requests, f"{count(self.requests, 'request')}, {self.short_reads} short reads"
+             f" continued, {self.retries} retries"),
+            (self.verify != "size", f"verified by {self.verify}: {verified}, not verified: {left}"),
+            (self.integration, f"entry point: {self.integration}{why and f' ({why})'}"
+             f"{fates and f'; {fates}'}"),
+            (self.missing, f"missing: {listed(self.missing, 3)}"),
+            (self.unexpected, f"unexpected: {listed(self.unexpected, 3)}"),
+            *((True, f"refused: {name}: {reason}") for name, reason in self.refusals.items()),
+            (self.failure, f"failed: {self.failure}"),
+        ]  # fmt: skip
+        return "\n".join(one_line(text) for shown, text in lines if shown)
 
     def trace(self) -> dict[str, Any]:
         """Phases and requests in Chrome's trace format, for chrome://tracing and Perfetto."""
