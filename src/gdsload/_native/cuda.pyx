@@ -226,7 +226,7 @@ cdef class Device:
             code = self.cuda.api.host_unregister(<void *><uintptr_t>address)
         self.leave("cuMemHostUnregister", code, mode)
 
-    def allocate_host(self, size_t nbytes, list found):
+    def allocate_host(self, size_t nbytes, list found=None):
         """Address of new host memory that is page-locked, for every device to copy from. It is also
         put into ``found``, as by `allocate`. Raises CudaFailure."""
         cdef void *address = NULL
@@ -235,8 +235,9 @@ cdef class Device:
         with nogil:
             code = self.cuda.api.host_allocate(&address, nbytes, CU_MEMHOSTALLOC_PORTABLE)
         self.leave("cuMemHostAlloc", code, mode)
-        found.append(<uintptr_t>address)
-        return found[-1]
+        if found is not None:
+            found.append(<uintptr_t>address)
+        return <uintptr_t>address
 
     def release_host(self, uint64_t address):
         """Frees memory of `allocate_host`."""
