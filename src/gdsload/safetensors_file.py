@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +103,8 @@ class safe_open:
         # A session serves one reader at a time. Reentrant, so that a signal handler may close it.
         self._lock = fork_safe_lock(self)
         # Not `_lock`: a slice that is dropped must not wait for the read of another thread.
-        self._counting = fork_safe_lock(self, "_counting")
-        self._slices = 0  # slices that exist; they may be read after the `with` block
+        # Those that exist; they may be read after the `with` block.
+        self._slices: weakref.WeakSet[Slice] = weakref.WeakSet()
         self._left = False
         lookup = Lookup(
             revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
@@ -197,11 +198,8 @@ class safe_open:
         source = self._checkpoint.source
         return CheckpointError(f"{source}: the file is closed", path=source)
 
-    def _count_slices(self, change: int) -> None:
-        with self._counting:
-            self._slices += change
-            is_last = self._left and not self._slices
-        if is_last:
+    def _close_if_left(self) -> None:
+        if self._left and not self._slices:
             self.close()
 
     def _read(self, infos: list[TensorInfo], *, parts: bool = False) -> dict[str, torch.Tensor]:
@@ -242,7 +240,7 @@ class safe_open:
 
     def __exit__(self, *_: object) -> None:
         self._left = True
-        self._count_slices(0)
+        self._close_if_left()
 
     def close(self) -> None:
         """Closes the files after the read of another thread, if any, has ended.
@@ -272,10 +270,11 @@ class Slice:
     def __init__(self, opened: safe_open, info: TensorInfo) -> None:
         self._opened = opened
         self._info = info
-        opened._count_slices(+1)
+        opened._slices.add(self)
 
     def __del__(self) -> None:
-        self._opened._count_slices(-1)
+        self._opened._slices.discard(self)
+        self._opened._close_if_left()
 
     def get_shape(self) -> list[int]:
         """The shape in elements, as in the header."""

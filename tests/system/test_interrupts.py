@@ -9,7 +9,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import gdsload
 from gdsload._native.cuda import CudaFailure
 from gdsload.backends.pump_request import PumpBackend
-from gdsload.checkpoint import file_io
+from gdsload.checkpoint import Checkpoint, Shard, file_io
 from gdsload.errors import ReadError
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.monkeypatch import Patcher
@@ -29,9 +29,10 @@ from gdsload.memory import DRAM, VRAM, host_pool, late_copies, staging_ring
 from gdsload.memory.host_pool import HostPool
 from gdsload.memory.staging_ring import ring_for
 from gdsload.readahead.prefetch import Prefetch, prefetches
-from gdsload.system import gc_control, gpu
+from gdsload.system import gc_control, gpu, parallel
 from gdsload.system.lifecycle import fork_safe_lock, taken
 from gpudoubles import Doubles
+from threadends import await_threads
 from waiting import wait_for
 
 
@@ -171,6 +172,37 @@ def test_all_files_are_closed(
     for fd in fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
+
+
+def test_shards_are_closed(interrupt: Callable[..., None], tiny_checkpoint: Path) -> None:
+    """As the first of them has left its descriptor to be closed with those of the others."""
+    opened = Checkpoint.open(tiny_checkpoint)
+    fds = [shard.fd for shard in opened.shards]
+    interrupt(Shard, "_leave_fd", number=2)
+    for _ in range(2):
+        with suppress(KeyboardInterrupt):
+            opened.close()
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_threads_that_open_files_end(interrupt: Callable[..., None]) -> None:
+    """They would wait for room for their results."""
+    interrupt(parallel._Threads, "stop")
+    results = parallel.parallel_map(str, range(1000), path_of=str)
+    assert next(results) == "0"
+    with pytest.raises(KeyboardInterrupt):
+        results.close()
+    await_threads("gdsload-open")
+
+
+def test_uninstall_restores_functions(interrupt: Callable[..., None]) -> None:
+    gdsload.install()
+    interrupt(Patcher, "leave")
+    with pytest.raises(KeyboardInterrupt):
+        gdsload.uninstall()
+    assert not hooks.patcher.in_place
 
 
 def test_cleanup_of_a_load_leaves_no_memory_to_copies(

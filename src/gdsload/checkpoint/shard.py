@@ -289,17 +289,22 @@ def quiesce_shards(shards: Iterable[Shard]) -> None:
 
 
 def _release(shards: Iterable[Shard], *, quiesced: bool) -> None:
-    fds: dict[bool, list[int]] = {}
-    for shard in shards:
-        if shard.remote is not None:
-            if quiesced:
-                shard.remote.quiesce()
-            else:
-                shard.close()
-        elif (fd := shard._leave_fd(quiesced=quiesced)) >= 0:
-            fds.setdefault(shard.may_hang, []).append(fd)
-    for may_hang, of_these in fds.items():
-        close_files(of_these, may_hang=may_hang)
+    quick: list[int] = []
+    slow: list[int] = []  # those that may hang
+    try:
+        for shard in shards:
+            if shard.remote is not None:
+                if quiesced:
+                    shard.remote.quiesce()
+                else:
+                    shard.close()
+            elif (fd := shard._leave_fd(quiesced=quiesced)) >= 0:
+                (slow if shard.may_hang else quick).append(fd)
+    finally:  # also if Ctrl-C ends it: nobody else knows these
+        try:
+            close_files(quick)
+        finally:
+            close_files(slow, may_hang=True)
 
 
 class RemoteShard(Shard):

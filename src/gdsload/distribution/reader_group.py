@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 READERS = ("node", "group")
 DIFFERENT_READERS = "the ranks of one load were given different readers="
-_ATTEMPTS = 5  # of gloo to connect
 _FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.001, 0.1  # intervals of looking into the store
 
 
@@ -90,12 +89,10 @@ class ReaderGroup:
             store = _store()
             keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
             rank, size = members.index(me), len(members)
-            # gloo tries to connect with a rank that has died five times, for its time-out each.
+            # gloo waits for a rank that is not there for its time-out several times.
             store.set(f"{name}/here/{me}", "")
             _await(store, [f"{name}/here/{member}" for member in members], self._timeout)
-            group = dist.ProcessGroupGloo(keys, rank, size, self._timeout / _ATTEMPTS)
-            group._set_default_timeout(self._timeout)
-            return group
+            return dist.ProcessGroupGloo(keys, rank, size, self._timeout)
 
     def _on_this_node(self, everyone: list[int], me: int) -> list[int]:
         """The ranks on this node, as torchrun says, else by the identity of the running kernel."""

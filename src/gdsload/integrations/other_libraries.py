@@ -60,10 +60,10 @@ def _reader(name: str, file: str) -> Patch:
             if options is None or not isinstance(path, (str, os.PathLike)):
                 return original(*args, **named)
             if str(path).endswith(".safetensors"):
-                if named.get("disable_mmap") is True and not named.get("dduf_entries"):
+                if named in ({"disable_mmap": True}, {"disable_mmap": True, "dduf_entries": None}):
                     # diffusers would have the bytes in memory twice.
                     with held(chosen, unmapped(options)):
-                        return original(*args, **{**named, "disable_mmap": False})
+                        return original(*args, disable_mmap=False)
                 if set((named.get("device_map") or {}).values()) == {"cpu", "disk"}:
                     # All goes to the CPU first. accelerate would ask for each tensor alone.
                     with held(chosen, _mapped(options, path)):

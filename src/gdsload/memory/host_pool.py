@@ -184,8 +184,12 @@ class HostPool(quiesce.Holder):
         self._lock = fork_safe_lock(self)
         self._segments: list[PoolSegment] = []  # the least recently used first
         self._stored: dict[Identity, list[_StoredRange]] = {}
-        pools.append(self)
-        quiesce.register(self)
+        try:
+            quiesce.register(self)
+            pools.append(self)
+        except BaseException:  # Ctrl-C: nobody could close it
+            self.close()
+            raise
 
     @property
     def held_bytes(self) -> int:
@@ -397,8 +401,10 @@ class HostPool(quiesce.Holder):
             except CudaFailure as error:  # as after an error of a kernel: the memory goes anyway
                 self.notes.append(f"its memory is not unpinned: {error}")
             finally:
-                self._segments.remove(segment)
-                os.close(segment.fd)
+                try:
+                    self._segments.remove(segment)
+                finally:
+                    os.close(segment.fd)
 
     def leave_to_child(self) -> None:
         """Internal: before a fork: no segment that there is now gets other bytes."""

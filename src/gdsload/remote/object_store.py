@@ -220,9 +220,10 @@ class ObjectDirectory(RemoteDirectory):
                 error = self.open_error(self.path_of(name), failed)
                 if isinstance(error, CheckpointAccessError):
                     self._list_error = copy(error)
-                elif self._facts_of_empty(name) is not None:  # a range of it is refused
-                    return True
                 elif not isinstance(error, CheckpointNotFound):
+                    # A range of an empty file is refused.
+                    if not _was_repeated(started) and self._facts_of_empty(name) is not None:
+                        return True
                     raise error from None
                 return False
             return True

@@ -79,7 +79,8 @@ def ease_imports() -> None:
 def imports_done() -> None:
     """Undoes `ease_imports`."""
     if _before:
-        _restore(_before.pop())
+        _restore(_before[0])
+        _before.clear()
 
 
 def _ease() -> tuple[int, int, int] | None:

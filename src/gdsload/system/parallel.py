@@ -180,7 +180,11 @@ def parallel_map(
         threads.join_seconds = 0.2  # somebody waits for the end
         raise
     finally:
-        threads.stop()
+        try:
+            threads.stop()
+        except BaseException:  # Ctrl-C, perhaps before its first step: they would wait for ever
+            threads.stop()
+            raise
 
 
 def in_thread(

@@ -351,7 +351,11 @@ def uninstall() -> None:
     """Undoes `install`. Does nothing if gdsload is not installed."""
     with _lock:
         hooks.installed.options = None
-        hooks.patcher.leave("install")
+        try:
+            hooks.patcher.leave("install")
+        except BaseException:  # Ctrl-C, perhaps before its first step
+            hooks.patcher.leave("install")
+            raise
 
 
 @contextmanager

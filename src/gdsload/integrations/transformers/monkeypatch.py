@@ -102,6 +102,7 @@ class Patcher:
             self._users.add(user)
             if not is_first:
                 return
+            self._restore()  # what a Ctrl-C may have left
             self._absent = set(self._patches)
             self._import_hook = _ImportHook(set(self._patches), self._imported)
             sys.meta_path.insert(0, self._import_hook)
