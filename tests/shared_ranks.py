@@ -461,6 +461,22 @@ def silent_rank(folder: Path) -> Any:
         gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=3)
 
 
+def late_exchange(folder: Path) -> Any:
+    """A rank comes late to an exchange, but within `stall_seconds`."""
+    real, late = ReaderGroup.exchange, [dist.get_rank() == 1]
+
+    def exchange(self: ReaderGroup, *how: Any) -> None:
+        if late.pop():
+            time.sleep(2.0)
+        late.append(False)
+        real(self, *how)
+
+    dist.barrier()
+    with mock.patch.object(ReaderGroup, "exchange", exchange):
+        ours = gdsload.load_file(folder, group=dist.group.WORLD, cache="direct", stall_seconds=6.0)
+    return facts(ours, expected(folder))
+
+
 def slow_rank(folder: Path) -> Any:
     """The reads of rank 1 go on for longer than the others wait for an answer."""
     wait = Batch.wait
@@ -601,5 +617,5 @@ CASES = (
     unknown_shard, failed_read, rewritten, no_room,
     no_room_together, own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device,
     failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
-    devices, silent_rank, slow_rank, missed,
+    devices, silent_rank, late_exchange, slow_rank, missed,
 )  # fmt: skip
