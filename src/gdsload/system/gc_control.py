@@ -78,9 +78,9 @@ def ease_imports() -> None:
 
 def imports_done() -> None:
     """Undoes `ease_imports`."""
-    if _before:
-        _restore(_before[0])
-        _before.clear()
+    for before in _before[:]:
+        _restore(before)
+    _before.clear()
 
 
 def _ease() -> tuple[int, int, int] | None:
