@@ -102,8 +102,8 @@ class safe_open:
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
         # A session serves one reader at a time. Reentrant, so that a signal handler may close it.
         self._lock = fork_safe_lock(self)
-        # Those that exist; they may be read after the `with` block. Without `_lock`: a slice that is
-        # dropped must not wait for the read of another thread.
+        # Those that exist; they may be read after the `with` block. No lock guards them:
+        # a slice that is dropped must not wait for the read of another thread.
         self._slices: weakref.WeakSet[Slice] = weakref.WeakSet()
         self._left = False
         lookup = Lookup(
