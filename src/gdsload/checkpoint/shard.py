@@ -302,9 +302,11 @@ def _release(shards: Iterable[Shard], *, quiesced: bool) -> None:
                 (slow if shard.may_hang else quick).append(fd)
     finally:  # also if Ctrl-C ends it: nobody else knows these
         try:
-            close_files(quick)
+            if quick:
+                close_files(quick)
         finally:
-            close_files(slow, may_hang=True)
+            if slow:
+                close_files(slow, may_hang=True)
 
 
 class RemoteShard(Shard):
