@@ -289,7 +289,7 @@ def values(data: bytes) -> None:
             require(first >= 0 and (end is None or first < end), f"{text!r} is {first}:{end}")
         elif kind == 2:
             for value in settings_of([text]).values():
-                require(type(value) in (int, str), f"{text!r} is {value!r}")
+                require(type(value) in (int, float, bool, str), f"{text!r} is {value!r}")
         elif not text.startswith("re:"):
             chosen({"a.0": None, "b": None}, [Pattern().convert(text, None, None)], "f")  # type: ignore[dict-item]
         else:
