@@ -157,9 +157,10 @@ def is_single(names: object) -> bool:
 
 def repeatable(names: Names) -> Names:
     """The same choices, also the second time: an iterator gives them once. Raises TypeError."""
-    if names is None or is_single(names):
-        if names is not None:
-            _require_choice(names)
+    if names is None:
+        return None
+    if is_single(names):
+        _require_choice(names)
         return names
     choices: tuple[Choice, ...] = tuple(names)  # type: ignore[arg-type]
     for choice in choices:
