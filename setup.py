@@ -29,6 +29,12 @@ if sys.platform != "linux":
 if sys.byteorder != "little":
     sys.exit("gdsload runs on little-endian processors only: tensors are the bytes of files")
 
+# The compiler that made this Python may not be here, as that of a relocatable Python.
+if "CC" not in os.environ:
+    maker = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    if not shutil.which(maker) and shutil.which("cc"):
+        os.environ["CC"] = "cc"
+
 NATIVE = Path("src/gdsload/_native")
 REPOSITORY = os.environ.get("GDSLOAD_REPOSITORY", "").rstrip("/")
 # A free-threaded Python has no stable ABI (before 3.15): it gets modules of its own.

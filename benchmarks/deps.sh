@@ -22,7 +22,9 @@ say() { printf 'bench-deps: %s\n' "$*"; }
 for bundle in "${PIP_CERT:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
     [ ! -f "$bundle" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$bundle}"
 done
-if [ ! -w "${HOME:-/}" ]; then
+caches=${XDG_CACHE_HOME:-${HOME:-}/.cache}
+[ -e "$caches" ] || caches=${HOME:-/}
+if [ ! -w "$caches" ] || { [ -e "$caches/uv" ] && [ ! -w "$caches/uv" ]; }; then
     export UV_CACHE_DIR="${UV_CACHE_DIR:-$directory/uv-cache}"
     export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$directory/pip-cache}"
 fi

@@ -33,7 +33,6 @@ ROUNDS = 3
 DISK_BYTES = 1_600_000_000
 # Two models at once for the comparison, and the memory of Python and torch.
 MEMORY_BYTES = 5_000_000_000
-DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 class Arm(NamedTuple):
@@ -99,9 +98,8 @@ def make_cold() -> None:
     for file in files():
         page_cache.evict(file)
     # Pages that are left are mapped by another process; root can drop the whole page cache.
-    if resident() and os.access(DROP_CACHES, os.W_OK):
-        os.sync()
-        DROP_CACHES.write_text("1")
+    if resident():
+        page_cache.drop_caches()
 
 
 def make_warm() -> None:

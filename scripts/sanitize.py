@@ -115,6 +115,8 @@ class Build:
         gcc = shutil.which(os.environ.get("CC", "gcc"))
         if gcc is None:
             raise Unsupported("no gcc on the path")
+        if re.search(r"[\s:]", str(self.folder)):
+            raise Unsupported(f"{self.folder}: options of sanitizers take no blanks or colons")
         # Python's own flags make signed overflow wrap: to the sanitizer it would be no error.
         flags = f"-O1 -g -fno-omit-frame-pointer -fno-wrapv {self.kind.flags}"
         wrapper = f'#!/bin/sh\nunset LD_PRELOAD\nexec {gcc} "$@" {flags}\n'

@@ -126,8 +126,6 @@ if ! compiles '#include <Python.h>'; then
 fi
 if [ "${GDSLOAD_LIBURING:-}" != 0 ] && ! has_liburing; then
     get "the io_uring engine" liburing-dev "liburing-devel liburing-static" || true
-    has_liburing ||
-        say "no liburing: gdsload is built without its io_uring engine (package liburing-dev)"
 fi
 
 # --- the environment --------------------------------------------------------------------------
@@ -164,7 +162,13 @@ make_venv() {
         die "neither venv, pip nor uv is here; install python3-venv, or uv"
     "$uv" venv -q --python "$python" .venv
 }
-if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+unfinished=.venv/gdsload.unfinished
+if [ -e "$unfinished" ]; then
+    say "the last installation was interrupted: its packages may be incomplete"
+    make_venv
+elif ! .venv/bin/python -c 'import sys
+v = "%d.%d" % sys.version_info[:2]
+sys.exit(sys.version_info < (3, 10) or sys.argv[1] not in ("", v))' "${PYTHON:+$version}" 2>/dev/null; then
     make_venv
 elif ! find_uv && ! has_pip && ! .venv/bin/python -m ensurepip >/dev/null 2>&1; then
     make_venv # one that nothing can be installed into
@@ -178,6 +182,8 @@ fi
 say "building gdsload and installing 6 GB of packages, if they are missing (some minutes)"
 wanted=$(inputs | sha256sum) # before: what is edited meanwhile is not built
 rm -f "$stamp"
+: >"$unfinished"
+code=0
 quiet=-q
 [ ! -t 2 ] || quiet= # a terminal shows the downloads
 # Remove modules of an earlier build: an engine that is not built now must not stay.
@@ -188,8 +194,14 @@ if [ -n "$uv" ] && "$uv" pip install ${quiet:+"$quiet"} --python .venv/bin/pytho
 else
     [ -z "$uv" ] || say "uv could not; trying pip"
     has_pip || .venv/bin/python -m ensurepip >/dev/null 2>&1 || die "nothing was installed"
-    .venv/bin/python -m pip install ${quiet:+"$quiet"} -e '.[transformers,test,bench]'
+    .venv/bin/python -m pip install ${quiet:+"$quiet"} -e '.[transformers,test,bench]' || code=$?
 fi
+rm -f "$unfinished" # also if it failed: then the installer has ended, and repeats what is missing
+[ "$code" = 0 ] || exit "$code"
 printf '%s\n' "$wanted" >"$stamp"
 modules=$(cd src/gdsload/_native && for so in *.so; do [ ! -f "$so" ] || printf ' %s' "${so%%.*}"; done)
+case "${GDSLOAD_LIBURING:-}$modules " in
+    0* | *" uring "*) ;;
+    *) say "no io_uring engine: it needs liburing 2.2 or newer (package liburing-dev)" ;;
+esac
 say "done; native modules:$modules"

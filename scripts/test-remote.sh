@@ -45,5 +45,6 @@ if [ "$(cat "$where/stamp" 2>/dev/null)" != "$wanted" ]; then
         --no-save --prefix "$where" "$az"
     printf '%s\n' "$wanted" >"$where/stamp"
 fi
+unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY # none leads to loopback
 exec .venv/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . \
     scripts/remote_check.py "$@"

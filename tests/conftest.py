@@ -47,6 +47,16 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_proxy() -> Iterator[None]:
+    """The servers of the tests are on loopback, where no proxy leads."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [*os.environ]:
+            if name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
+                patch.delenv(name)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def nothing_measured(cache_home: Path) -> None:
     """Clears the tuning cache: no test depends on the measurements of another one."""

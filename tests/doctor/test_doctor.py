@@ -71,6 +71,22 @@ def test_summary_has_a_line_per_finding_and_hints_of_failures() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("direct", "conclusion"),
+    [
+        ((Finding("direct I/O on m", "yes"),), "Every path to DRAM works"),
+        ((Finding("direct I/O on m", "partly"),), "direct I/O was not tried"),
+        ((Finding("direct I/O on m", "no"),), "Only slower paths"),
+        ((), "direct I/O was not tried"),
+    ],
+)
+def test_conclusion_says_whether_direct_io_was_tried(
+    direct: tuple[Finding, ...], conclusion: str
+) -> None:
+    shown = Diagnosis((Finding(f"engine {ENGINES[0]}", "yes"), *direct)).summary()
+    assert conclusion in shown.splitlines()[-1]
+
+
 def test_summary_of_a_machine_without_a_gpu_leaves_out_checks_of_gpus() -> None:
     checks = (
         Finding("cuda:0", "no", "no driver", "install it", needs="GPU"),

@@ -203,6 +203,27 @@ def test_gpu_check_keeps_devices_open_until_the_end(script: ModuleType, tmp_path
     assert held() == set()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data", "/nowhere"], "--data /nowhere: there is no such directory"),
+        (["--only", "exactly"], "--only exactly: it must be the beginning of one of"),
+    ],
+)
+def test_gpu_check_with_wrong_arguments_keeps_the_results_of_the_last_one(
+    script: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "results.jsonl").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--out", str(tmp_path), *words])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert (tmp_path / "results.jsonl").read_text() == "{}"
+
+
 def test_gpu_check_hanging_section_ends_with_the_budget(libraries: Path, tmp_path: Path) -> None:
     """The rest is reported as skipped."""
     code, verdicts, summary = run(
@@ -235,8 +256,8 @@ def test_gpu_check_summary_of_cut_results_reports_what_was_measured(
     text, good = script.summary(tmp_path)
     assert good
     assert "| warm: 0.9 of the rate of pinned memory | met | warm m: 0.95 |" in text
-    assert "| warm: no other loader is faster | met |" in text
-    assert "| cold: no other loader is faster | not measured |" in text
+    assert "| warm: no other loader is 5 % faster after the first load | met |" in text
+    assert "| cold: no other loader is 5 % faster after the first load | not measured |" in text
     script.append(tmp_path, "exact", {"name": "posix/x", "verdict": "WRONG: a: other bytes"})
     with (tmp_path / "results.jsonl").open("a") as out:
         out.write('{"section": "tab')

@@ -54,7 +54,8 @@ class TunedChoice:
     def stale(self, versions: Mapping[str, str], now: float) -> str:
         """Why the entry is no longer valid, or ""."""
         if not 0 <= now - self.at <= VALID_SECONDS:
-            return f"it was measured more than {VALID_SECONDS / 86400:.0f} days ago"
+            days = VALID_SECONDS / 86400
+            return f"it was measured more than {days:.0f} days ago, or while the clock was ahead"
         changed = [name for name, value in versions.items() if self.versions.get(name) != value]
         return f"{', '.join(changed)} changed since" if changed else ""
 

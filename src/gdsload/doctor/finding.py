@@ -70,7 +70,11 @@ class Diagnosis:
                 lines.append(f"{'':<6}  {'':<{width}}  hint: {each.hint}")
         if left_out := len(self.findings) - len(shown):
             lines.append(f"{'':<6}  {left_out} more about GPUs: gdsload doctor --json")
-        return "\n".join([*lines, "", _CONCLUSIONS[self.exit_code]])
+        conclusion = _CONCLUSIONS[self.exit_code]
+        tried = {one.verdict for one in self.findings if one.name.startswith("direct I/O")}
+        if self.exit_code == 0 and YES not in tried:
+            conclusion = f"Reads by engine {ENGINES[0]} work; direct I/O was not tried."
+        return "\n".join([*lines, "", conclusion])
 
 
 _NAME_COLUMNS = 24  # longer names, such as paths, do not widen the column
