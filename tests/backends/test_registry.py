@@ -68,6 +68,14 @@ class Nameless(PosixBackend):
     name = ""
 
 
+class Automatic(PosixBackend):
+    name = "auto"
+
+
+class Impostor(PosixBackend):
+    name = "posix"
+
+
 class Abstract(Backend):
     name = "abstract"
 
@@ -78,6 +86,7 @@ MISFITS = {
     "strings": (Strings, "api_version"),
     "versionless": (Versionless, "api_version"),
     "nameless": (Nameless, "no name"),
+    "automatic": (Automatic, "no backend in particular"),
     "abstract": (Abstract, "does not define check"),
     "function": (lambda: None, "not a subclass"),
 }
@@ -149,6 +158,19 @@ def test_entry_point_is_found(entries: list[EntryPoint]) -> None:
     entries.append(entry("Plain"))
     assert registry.find("plain") is Plain
     assert registry.names()[-1] == "plain", "after the built-in backends"
+
+
+@pytest.mark.parametrize("name", ["impostor", "posix"])
+def test_plugin_with_the_name_of_a_built_in_backend_is_left_out(
+    name: str, entries: list[EntryPoint]
+) -> None:
+    place = f"{__name__}:Impostor"
+    entries.append(EntryPoint(name, place, registry.GROUP))
+    found, refusals = registry.discover()
+    assert found["posix"] is registry.find("posix") is PosixBackend
+    key = name if name == "impostor" else place
+    assert refusals == {key: "gdsload has its own backend 'posix'"}
+    assert registry.probe_all()["posix"].usable, "the refusal is not that of posix"
 
 
 @pytest.mark.parametrize("name", MISFITS)

@@ -73,6 +73,8 @@ def misfit(backend: Any) -> str:
         return "it is not a subclass of gdsload.backends.Backend"
     if not isinstance(getattr(backend, "name", None), str) or not backend.name:
         return "it has no name"
+    if backend.name == "auto":
+        return 'its name "auto" asks for no backend in particular'
     try:
         major, minor = (operator.index(number) for number in backend.api_version)
     except (TypeError, ValueError):
@@ -84,6 +86,11 @@ def misfit(backend: Any) -> str:
         )
     missing: frozenset[str] = getattr(backend, "__abstractmethods__", frozenset())
     return f"it does not define {', '.join(sorted(missing))}" if missing else ""
+
+
+def _taken(name: str) -> str:
+    """Why a plugin cannot have this name, or "": only `register_backend` replaces a backend."""
+    return f"gdsload has its own backend {name!r}" if name in {**BUILT_IN, **ELSEWHERE} else ""
 
 
 def built_in(name: str) -> type[Backend]:
@@ -118,17 +125,17 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
             refusals.update(error.reasons)
     entries: list[EntryPoint] = []
     try:
-        entries = [e for e in entry_points(group=GROUP) if e.name not in BUILT_IN]
+        entries = [e for e in entry_points(group=GROUP) if not e.value.startswith("gdsload.")]
     except Exception as error:  # no descriptor left, or broken metadata of some distribution
         refusals["plugins"] = f"they cannot be listed: {type(error).__name__}: {error}"
     for entry in entries:
         try:
             backend = entry.load()
-            complaint = misfit(backend)
+            complaint = misfit(backend) or _taken(backend.name)
         except Exception as error:
             complaint = f"it cannot be imported: {type(error).__name__}: {error}"
         if complaint:
-            refusals[entry.name] = complaint
+            refusals[entry.value if _taken(entry.name) else entry.name] = complaint
             log.warning("backend %r (%s) is left out: %s", entry.name, entry.value, complaint)
         else:
             plugins[backend.name] = backend

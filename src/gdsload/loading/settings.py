@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import DRAM, reaches
@@ -46,13 +47,18 @@ class ReadSettings:
     ) -> None:
         """A backend of safetensors is replaced by the `cache` that reads in the same way.
 
-        Raises ValueError if one of them has no such value, or `cache` contradicts another one.
+        Raises ValueError if one of them has no such value, or `cache` contradicts another one;
+        TypeError for options that are no mapping, and for an `on_event` that cannot be called.
         """
         backend, cache = _replaced(backend, cache)
         _require_one_of("cache", cache, CACHES)
         _require_one_of("page_cache", page_cache, PAGE_CACHES)
         _require_stall_seconds(stall_seconds)
         _require_verify(verify, cache)
+        if not isinstance(options, (Mapping, NoneType)):
+            raise TypeError(f"options={options!r} must be a mapping of names to values")
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"on_event={on_event!r} must be a function of an event")
         self.backend, self.cache, self.page_cache = backend, cache, page_cache
         self.options, self.stall_seconds = dict(options or {}), stall_seconds
         self.verify, self.on_event = verify, on_event
