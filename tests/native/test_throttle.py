@@ -20,6 +20,7 @@ from gdsload._native.memory import Region
 from gdsload._native.pump import Pump, loads_under_way, set_throttle, throttle
 from gdsload._native.request import Request
 from gdsload.readahead.prefetch import prefetches
+from waiting import wait_for
 
 PATIENCE_SECONDS = 120.0
 COUNT = 8
@@ -121,6 +122,23 @@ def test_prefetch_with_a_waiter_counts_as_a_load(fd: int, faults: Faults) -> Non
     request.ahead = True
     assert (request.ahead, loads_under_way()) == (True, 0)
     request.ahead = False
+    faults.let_go()
+    assert request.wait(PATIENCE_SECONDS) and request.wait_until_idle(PATIENCE_SECONDS)
+    pump.close(1.0)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_hung_read_is_silence_while_other_reads_of_its_request_are_delayed(
+    fd: int, faults: Faults, ahead: bool
+) -> None:
+    pump = Pump(faulty.capsule(), 4)
+    faults.script(rule(HANG, last=1, times=FOR_EVER))
+    set_throttle(1, 0)  # the second read may start after an hour
+    request = reads(pump, fd, ahead=ahead)
+    request.post()
+    faults.wait_hung()
+    wait_for(lambda: request.idle_seconds > 0.2, "no silence is seen")
+    set_throttle(0, 0)
     faults.let_go()
     assert request.wait(PATIENCE_SECONDS) and request.wait_until_idle(PATIENCE_SECONDS)
     pump.close(1.0)

@@ -96,6 +96,8 @@ cdef void retire(Batches *self, Wave *wave, int code, int64_t result) noexcept n
 cdef int64_t meaning(const CUfileIOEvents *event, uint64_t size) noexcept nogil:
     """Bytes, or a negative code. Complete is not full, and a count may be a hidden error."""
     cdef int64_t got = <int64_t>event.ret
+    if event.status == CUFILE_TIMEOUT:
+        return -LOST - ETIMEDOUT
     if got < 0:
         return got if got < -1 else -EIO
     if event.status == CUFILE_COMPLETE:
@@ -104,8 +106,6 @@ cdef int64_t meaning(const CUfileIOEvents *event, uint64_t size) noexcept nogil:
         return -ECANCELED
     if event.status == CUFILE_INVALID:
         return -CU_FILE_INVALID_VALUE
-    if event.status == CUFILE_TIMEOUT:
-        return -LOST - ETIMEDOUT
     return -CU_FILE_IO_ERROR
 
 

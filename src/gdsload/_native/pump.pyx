@@ -31,6 +31,7 @@ cdef enum:
     # One refusal may concern one read, or its memory. After this many in a row the rest of the file
     # is read through the page cache.
     MOST_REFUSED = 4
+    MOST_ERRNO = 4095  # larger codes are those of cuFile, and of a device that refuses a copy
     # Longest waits of the pump. Completions end them, and so do posts if nothing is in flight; with
     # reads in flight, a post has to wait for the end of a poll.
     PARKED_WAIT_NS = 10000000000  # without any request
@@ -92,7 +93,8 @@ cdef int may_start(CPump *self, CRequest *request, Op *op, int64_t now) noexcept
     ):
         return 1
     self.idle_wait_ns = RETRY_WAIT_NS
-    gds_store(&request.progress_ns, now)  # throttled: storage is not stalled
+    if request.in_flight == 0:  # it waits for the throttle alone, and not for storage
+        gds_store(&request.progress_ns, now)
     return 0
 
 
@@ -203,7 +205,7 @@ cdef int complete(CPump *self, Op *op, int64_t result, int64_t now) noexcept nog
     elif op.direct or (result < 0 and not op.retried):
         # One more try through the page cache, also after a direct read that met an early end of
         # the file: the page cache's answer decides.
-        if op.direct and result < 0:
+        if op.direct and -MOST_ERRNO <= result < 0:
             file.refused = <int>-result
         op.retried = 1
         op.direct = 0
