@@ -49,6 +49,8 @@ WHOLE_BYTES = 256 << 20
 # ring, or so many tensors.
 FIRST_BYTES = 64 << 20
 FIRST_TENSORS = 128
+# With its first read a backend may take this much of a device: rings of VRAM, and cuFile itself.
+BACKEND_BYTES = 512 << 20
 LEAST_BYTES = 1 << 20  # of the group after it: all tensors before may be empty
 UNKNOWN_BYTES = 1 << 62  # an allocator does not tell what it can reuse
 # When one slice is copied from host memory, up to this many slices after it are copied as well.
@@ -95,7 +97,10 @@ def starting_windows(
     ordinal = gpu.ordinal_of(session.device)
     late_copies.forget_ended()  # their memory becomes reusable
     reusable = reusable_bytes(ordinal) if torch_imported() else 0
-    device_buffers.require_room(ordinal, nbytes, reusable)
+    room = device_buffers.require_room(ordinal, nbytes, reusable)
+    if room + reusable < nbytes + BACKEND_BYTES:  # the tensors come first: a ring can be refused
+        yield infos
+        return
     end = min(native.end_of(infos, 0, FIRST_BYTES), FIRST_TENSORS)
     yield infos[:end]
     # The reads of the first group do not wait for the order of the rest, or for its memory.
@@ -151,6 +156,7 @@ def _check(
             for info in infos:
                 compared = session.verifier.check_tensor([info], tensors[info.name])
                 session.report.verified_bytes += compared
+                session.report.unverified_bytes += info.nbytes - compared
 
 
 def memory_in(

@@ -28,10 +28,12 @@ from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
-from gpuauto import MIB, SMALL, load, rates_are
+from gdsload.system import gpu
+from gpuauto import MIB, SMALL, keep, load, rates_are
 from gpucontract import DeviceMemory, suite
 from gpudoubles import CODE, STRANGE, Doubles
 from gpuloads import Load, direct
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -162,6 +164,44 @@ def test_rates_of_a_prefetch_are_not_cached(
         assert "not cached: a prefetch gives way" in backend.status().choice
         backend.release(load.request)
     assert tuning_cache.entries() == []
+
+
+def test_rates_of_many_small_reads_are_not_cached(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that has one small read at a time shows nothing of what it can do."""
+    monkeypatch.setattr(benchmark, "MOST_PIECES", 0)
+    report = load(checkpoint)
+    assert report.choice.endswith("not cached: the reads were too small for a fair comparison")
+    assert len(report.rates) == 3 and tuning_cache.entries() == []
+
+
+def test_rates_beside_other_work_of_the_device_are_not_cached(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "SAMPLE_BYTES", 2 * BLOCK)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        doubles.keep_busy()
+        backend.follow("cuda:0", 0)
+        load = Load(backend, opened, io_mode="direct")
+        wait_for(lambda: backend.check(load.request).idle_seconds > 0.1)
+        doubles.end_work()
+        assert load.finish() == {}
+        assert "not cached: the device was busy with other work" in backend.status().choice
+        backend.release(load.request)
+    assert tuning_cache.entries() == []
+
+
+def test_model_that_fits_is_loaded_if_the_ring_of_the_choice_does_not_fit_beside_it(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring would take memory of the tensors if these were not made before the first read."""
+    monkeypatch.setattr(device_batch, "FIRST_BYTES", 1 << 20)
+    monkeypatch.setattr(device_batch, "LEAST_BYTES", 1)
+    keep(checkpoint, {"gds_mt": 2e9, "posix": 1e9, "gds": 1e9}, {})
+    total = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    doubles.set(nbytes=doubles.cuda_log["used"] + total + gpu.SPARE_BYTES + MIB // 2)
+    load(checkpoint)
 
 
 def test_rates_measured_with_other_options_are_not_used(doubles: Doubles, checkpoint: Path) -> None:

@@ -273,6 +273,8 @@ class AutoBackend(Backend):
         all_rate, _ = throttle()
         if all_rate:
             return "a bandwidth limit was set"
+        if sample.was_held_up:
+            return "the device was busy with other work"
         ahead = any(each.ahead for each in self._requests if sample in each.parts)
         return "a prefetch gives way to loads" if ahead else ""
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from gdsload.backends.auto.candidate import Candidate
 
 
+HELD_UP_SECONDS = 0.05  # copies that wait for this long do not wait for each other
+
+
 @dataclass(eq=False)
 class AutoRequest:
     """Transfers that one or more candidates read.
@@ -93,6 +96,7 @@ class Part:
         failures: The number of transfers that failed.
         idle_seconds: Time since the last byte was read.
         device_busy: As in `Progress`.
+        was_held_up: Whether its copies have waited for other work of the device.
         paths: Bytes by I/O path, once it has ended.
     """
 
@@ -103,7 +107,7 @@ class Part:
         self.candidate, self.request = candidate, request
         self.transfers, self._tags = transfers, [transfer.tag for transfer in transfers]
         self.ended, self.failures, self.idle_seconds = False, 0, 0.0
-        self.device_busy = False
+        self.device_busy = self.was_held_up = False
         self.paths: dict[str, int] = {}
         self._taken, self._settled = taken, bytearray(len(transfers))
         self._posted_at = self._ended_at = time.monotonic()
@@ -114,6 +118,7 @@ class Part:
             self._settled[number] = 1
         self.failures += len(progress.failures)
         self.idle_seconds, self.device_busy = progress.idle_seconds, progress.device_busy
+        self.was_held_up |= self.device_busy and self.idle_seconds > HELD_UP_SECONDS
         return progress
 
     def unsettled(self) -> list[Transfer]:
