@@ -244,6 +244,17 @@ def other_checkpoint(folder: Path) -> Any:
     gdsload.load_file(source, group=dist.group.WORLD)
 
 
+def other_files(folder: Path) -> Any:
+    """Rank 1 has one more file, without tensors."""
+    source = folder / "more" if dist.get_rank() == 1 else folder
+    if dist.get_rank() == 1:
+        source.mkdir()
+        for file in folder.glob("*.safetensors"):
+            os.link(file, source / file.name)
+        safetensors.torch.save_file({}, source / "z.safetensors")
+    gdsload.load_file(source, group=dist.group.WORLD)
+
+
 def other_version(folder: Path) -> Any:
     """Headers are equal, bytes are not: the link was set to the next release in between."""
     old, new, link = (folder.parent / name for name in ("old", "new", "current"))
@@ -482,7 +493,7 @@ def slow_rank(folder: Path) -> Any:
     wait = Batch.wait
 
     def slow(batch: Batch, *args: Any, watch: Callable[[], None], **words: Any) -> None:
-        end = time.monotonic() + 3
+        end = time.monotonic() + 10
         while time.monotonic() < end and dist.get_rank() == 1:
             watch()
             time.sleep(0.1)
@@ -490,7 +501,7 @@ def slow_rank(folder: Path) -> Any:
 
     dist.barrier()
     with mock.patch.object(Batch, "wait", slow):
-        ours = gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=1)
+        ours = gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=4)
     return facts(ours, expected(folder))
 
 
@@ -612,9 +623,9 @@ def killed(folder: Path) -> Any:
 
 CASES = (
     outsider, whole, warm, cold, windows, dimensions, progress, slices, byte_columns, experts,
-    of_engine, nodes, missing_file, other_checkpoint, other_version, other_source, other_order,
-    other_readers, other_readers_of_torchrun, two_groups, other_windows, unknown_name,
-    unknown_shard, failed_read, rewritten, no_room,
+    of_engine, nodes, missing_file, other_checkpoint, other_files, other_version, other_source,
+    other_order, other_readers, other_readers_of_torchrun, two_groups, other_windows,
+    unknown_name, unknown_shard, failed_read, rewritten, no_room,
     no_room_together, own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device,
     failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
     devices, silent_rank, late_exchange, slow_rank, missed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -43,7 +44,7 @@ class Readers:
 def test_exchange_does_not_break_a_graph_of_another_thread(
     loading: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_host = torch.empty
+    on_host, waited = torch.empty, list[bool]()
 
     def empty(shape: Any, **how: Any) -> torch.Tensor:
         if how["device"] != "cuda:0":
@@ -70,8 +71,11 @@ def test_exchange_does_not_break_a_graph_of_another_thread(
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", empty)
             patch.setattr(torch, "cat", cat)
+            # Whether or not a message was received: a rank copies what it keeps.
+            stream = SimpleNamespace(synchronize=lambda: waited.append(True))
+            patch.setattr(torch.cuda, "current_stream", lambda device: stream)
             tensors = [tensor for window in exchange.windows() for _, tensor in window]
             exchange.close()
-        assert loading.complaints() == ""
+        assert waited and loading.complaints() == ""
         loading.capture_graphs(False)
         assert len(tensors) == len(infos)

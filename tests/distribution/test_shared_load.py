@@ -164,6 +164,7 @@ def test_failure_of_a_rank_ends_all_ranks_with_its_reason(
     "case,error,text",
     [
         ("other_checkpoint", "CheckpointError", "different checkpoints"),
+        ("other_files", "CheckpointError", "different checkpoints"),
         ("other_version", "CheckpointError", "different versions"),
         ("other_order", "ValueError", "different orders"),
         ("other_readers", "ValueError", "different readers="),
@@ -226,7 +227,7 @@ def test_death_of_a_rank_ends_all_others(checkpoint: tuple[Path, int], tmp_path:
         assert code == 0, errors[-2000:]
         error = json.loads(out.splitlines()[-1])
         assert error["error"] == "RankError"
-        assert error["text"].startswith("a rank has ended, or does not answer in time: ")
+        assert error["text"].startswith("a rank has ended, or does not answer in time, or fails: ")
 
 
 def test_shards_without_a_group_are_refused(checkpoint: tuple[Path, int]) -> None:

@@ -128,7 +128,8 @@ def agreed_layouts(
     mine = {
         name: None if box == box_of(tensors[name], None) else box for name, box in wanted.items()
     }
-    headers = _digest([tuple(info) for info in tensors.values()])
+    # Shards without tensors count as well: the ranks compare versions shard by shard.
+    headers = _digest([len(session.checkpoint.shards), *map(tuple, tensors.values())])
     order = _digest([info.name for info in arrange(tensors.values())])
     node = node_id()
     versions = [
@@ -393,6 +394,12 @@ class Exchange:
         for _, message, memory in received:
             self._session.report.received_bytes += message.nbytes
             self._unpack(message, memory)
+        if (device := self._session.device) != "cpu":
+            import torch
+
+            # The bytes may be used on any stream, and what was sent may be freed. Also without a
+            # message: a rank copies what it keeps.
+            torch.cuda.current_stream(device).synchronize()
 
     def _wanted(
         self, sources: Mapping[Rows, torch.Tensor], part: tuple[Rows, Rows], rank: int

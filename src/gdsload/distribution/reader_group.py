@@ -215,7 +215,8 @@ class ReaderGroup:
         received: Sequence[tuple[int, torch.Tensor]],
         device: str,
     ) -> None:
-        """Sends and receives tensors of bytes in the memory of `device`, and waits for them.
+        """Sends and receives tensors of bytes in the memory of `device`. In CPU memory it waits for
+        them; on a device the work on the current stream does.
 
         Args:
             sent: (rank among the readers, contiguous tensor). Between two ranks the order counts.
@@ -232,15 +233,13 @@ class ReaderGroup:
                 for work in works:
                     work.wait()
             elif sent or received:
-                self._exchange_on_device(sent, received, device)
+                self._exchange_on_device(sent, received)
 
     def _exchange_on_device(
         self,
         sent: Sequence[tuple[int, torch.Tensor]],
         received: Sequence[tuple[int, torch.Tensor]],
-        device: str,
     ) -> None:
-        import torch
         import torch.distributed as dist
 
         ops = [
@@ -250,8 +249,6 @@ class ReaderGroup:
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        # The bytes may be used on any stream, and what was sent may be freed.
-        torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:
         """Closes the connections. Another rank that still waits gets RankError."""
@@ -368,5 +365,6 @@ def _rank_errors(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        raise RankError(f"a rank has ended, or {what} in time: {why}") from error
+        # NCCL's reason is in later lines, before the traceback of torch's C++.
+        why = " ".join(str(error).partition("\nException raised from")[0].split())
+        raise RankError(f"a rank has ended, or {what} in time, or fails: {why}") from error
