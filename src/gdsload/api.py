@@ -309,7 +309,7 @@ def load_into(
 
     if page_cache == "auto":
         page_cache = "keep"
-    settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify)
+    settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     only = None if device is None else device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     targets = destinations.named_tensors(tensors)

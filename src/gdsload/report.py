@@ -81,6 +81,7 @@ class LoadReport:
         verify: The check of the bytes: "size", "checksum", "sha256" or the path of a manifest.
         verified_bytes: Bytes that were compared with a checksum: of wanted tensors, or of whole
             files in the hub cache. A slice is compared in the blocks that it contains wholly.
+        unverified_bytes: Bytes that were read with `verify`, and are in no block that was compared.
         filesystem: The type of the network or FUSE filesystem that was read, the scheme of the URL,
             such as "s3", or "".
         depth: Reads in flight at most, 0 if nothing was read. Of more than 8, the engine `threads`
@@ -144,7 +145,7 @@ class LoadReport:
         self.short_reads = 0
         self.retries = 0
         self.verify = "size"
-        self.verified_bytes = 0
+        self.verified_bytes = self.unverified_bytes = 0
         self.filesystem = ""
         self.depth = 0
         self.page_cache = ""
@@ -290,7 +291,7 @@ class LoadReport:
         """A few lines of text for a person."""
         imports, reading = self.import_seconds, self.reading_seconds
         read, verified = size(self.read_bytes), size(self.verified_bytes)
-        left = size(max(self.wanted_bytes - self.verified_bytes, 0))
+        left = size(max(self.unverified_bytes, self.wanted_bytes - self.verified_bytes, 0))
         paths = ", ".join(f"{path} {size(nbytes)}" for path, nbytes in self.paths.items())
         rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
         phases = ", ".join(f"{name} {took:.3f} s" for name, took in self.exclusive_phases().items())
@@ -428,9 +429,14 @@ def observe(on_event: OnEvent) -> Callable[[], None]:
     Returns:
         A function that ends it for loads that begin later.
 
+    Raises:
+        TypeError: `on_event` cannot be called.
+
     Example:
         >>> stop = gdsload.telemetry.observe(print)
     """
+    if not callable(on_event):
+        raise TypeError(f"on_event={on_event!r} must be a function of an event")
     key = object()  # the same function may be registered twice
     _observers[key] = on_event
 

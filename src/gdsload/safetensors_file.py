@@ -21,7 +21,7 @@ from gdsload.checkpoint.locate import title_of
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
 from gdsload.loading.session import verifier_of
 from gdsload.loading.settings import ReadSettings
-from gdsload.loading.torch_memory import copied, moved
+from gdsload.loading.torch_memory import copied, making, moved
 from gdsload.loading.whole_tensors import load
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.tensor_slices import rows_of
@@ -96,7 +96,9 @@ class safe_open:
                 f"framework {framework!r}: gdsload gives torch or numpy tensors"
             )
         self._numpy = framework in ("np", "numpy")
-        settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify)
+        settings = ReadSettings(
+            backend, cache, page_cache, options, stall_seconds, verify, on_event
+        )
         self._device, self._on_event = device_name.require_target(device), on_event
         if self._numpy and self._device != "cpu":
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
@@ -209,9 +211,13 @@ class safe_open:
             report = LoadReport(
                 self._checkpoint.source, device=self._device, on_event=self._on_event
             )
-            self._session.report_to(report)
             report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
-            with report.whole(), quiesce.loading(report.source), self._checkpoint.naming():
+            with (
+                self._session.reporting_to(report),
+                report.whole(),
+                quiesce.loading(report.source),
+                self._checkpoint.naming(),
+            ):
                 tensors = load(
                     self._session,
                     infos,
@@ -304,7 +310,8 @@ class Slice:
             info, rest = rows_of(info, row, row + 1), (0, *others)
         parts = info.nbytes < self._info.nbytes
         tensor = self._opened._read([info], parts=parts)[info.name]
-        part = tensor[rest]
+        with making(tensor.nbytes, tensor, f"a part of tensor {shown(info.name)}"):
+            part = tensor[rest]
         views = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         if views and part.numel() < tensor.numel() and not self._opened._is_mapped(tensor):
             part = copied(part)  # the view would keep all of the tensor

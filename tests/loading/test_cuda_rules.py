@@ -21,8 +21,10 @@ from gdsload.backends import DRAM, Backend, OpenFile
 from gdsload.backends.posix import PosixBackend
 from gdsload.integrations.transformers.model_reader import ModelReader, Options
 from gdsload.loading import device_batch
+from gdsload.loading.batch import assembled
 from gdsload.loading.torch_memory import copied, moved
 from gdsload.memory import staging_ring
+from gdsload.planning.tensor_slices import TensorSlice
 from gdsload.report import LoadReport
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
@@ -90,7 +92,7 @@ def test_copies_of_tensors_do_not_break_a_graph_of_another_thread(
     loading: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tensor:
-        is_cpu, device = False, "cuda:0"
+        is_cpu, device, nbytes = False, "cuda:0", 16
 
         def clone(self) -> torch.Tensor:
             return device_tensor((16,), torch.uint8, self.device)
@@ -105,6 +107,9 @@ def test_copies_of_tensors_do_not_break_a_graph_of_another_thread(
     loading.capture_graphs(True)
     copied(tensor)
     moved(tensor, "cuda:0")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "stack", lambda parts: device_tensor((32,), torch.uint8, "cuda:0"))
+        assembled(TensorSlice("w[:, :4]", ()), [tensor, tensor])
     assert loading.complaints() == ""
     loading.capture_graphs(False)
 

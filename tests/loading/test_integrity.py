@@ -289,6 +289,28 @@ def test_flipped_bit_of_a_header_names_the_file(source: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_report_counts_the_bytes_of_blocks_that_are_not_compared(tmp_path: Path) -> None:
+    """Whole rows are read for their columns: more bytes are compared than are wanted."""
+    save_file(
+        {"w": torch.arange(1000, dtype=torch.int32).reshape(10, 100)}, tmp_path / "m.safetensors"
+    )
+    record(tmp_path)
+    columns = {"w": (slice(5, None), slice(0, 50))}  # blocks 2 and 3 wholly; bytes 2000 to 4000
+    gdsload.load_file(tmp_path, verify="checksum", slices=columns)
+    report = gdsload.last_report()
+    assert (report.wanted_bytes, report.unverified_bytes) == (1000, 0)
+    columns = {"w": (slice(4, None), slice(0, 50))}  # from byte 1600, in block 1
+    gdsload.load_file(tmp_path, verify="checksum", slices=columns)
+    report = gdsload.last_report()
+    assert (report.wanted_bytes, report.verified_bytes, report.unverified_bytes) == (
+        1200,
+        2000,
+        400,
+    )
+    assert "not verified: 400 B" in report.summary()
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_slice_is_compared_in_the_blocks_that_it_contains(tmp_path: Path) -> None:
     save_file(
         {"w": torch.arange(1000, dtype=torch.int32).reshape(10, 100)}, tmp_path / "m.safetensors"

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 import gdsload
 from devicetensors import BACKENDS, raw
-from gdsload.errors import CheckpointError
+from gdsload.errors import CheckpointError, PlacementError
 from gdsload.loading import window_writer
+from gdsload.planning import tensor_slices
 from gpudoubles import Doubles
 
 Load = Callable[..., dict[str, torch.Tensor]]
@@ -100,6 +101,20 @@ def test_wrong_index_raises_before_anything_is_read(
     with pytest.raises(error, match=text):
         gdsload.load_file(path, slices=slices)
     assert gdsload.last_report().requests == 0
+
+
+@pytest.mark.parametrize("made_by", ["torch.stack", "torch.Tensor.clone"])
+def test_slice_without_memory_for_its_tensor_is_a_placement_error(
+    path: Path, made_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
+
+    monkeypatch.setattr(tensor_slices, "GAP_BYTES", 0)
+    monkeypatch.setattr(made_by, full)
+    index = (slice(None), slice(20, 40)) if made_by == "torch.stack" else (..., slice(0, 1400, 7))
+    with pytest.raises(PlacementError, match="CUDA out of memory"):
+        gdsload.load_file(path, slices={"a": index}, cache="buffered")
 
 
 def test_stream_in_layer_order_assembles_slices(path: Path) -> None:

@@ -32,6 +32,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gdsload._native.ranges import bytes_of
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -40,7 +41,7 @@ from gdsload.loading.accounting import record_backend, record_request
 from gdsload.loading.claims import LOST, READ, READING
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
 from gdsload.loading.session import Session
-from gdsload.loading.torch_memory import copied
+from gdsload.loading.torch_memory import copied, making, taking
 from gdsload.memory import DRAM, page_cache
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.memory.tensors import make_tensors
@@ -48,7 +49,6 @@ from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system.available import filled
 from gdsload.system.cancellation import check
 from gdsload.system.stall import StallWatch
-from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,8 @@ def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch
     if len(parts) == 1:
         tensor = parts[0]
     else:
-        with copying():
+        nbytes = sum(part.nbytes for part in parts)
+        with making(nbytes, parts[0], f"the slice {tensor_slice.key}"):
             tensor = torch.stack(list(parts))
     if tensor_slice.shape is not None:
         tensor = tensor.view(tensor_slice.shape)
@@ -380,7 +381,10 @@ class Batch:
             return deque()
         for part in parts:
             location = self.plan.locations.get(part.name)
-            for block in verifier.blocks_of(part):
+            blocks = list(verifier.blocks_of(part))
+            compared = sum(block.nbytes for block in blocks)
+            self.session.report.unverified_bytes += part.nbytes - compared
+            for block in blocks:
                 first, last = 0, -1
                 if location is not None:
                     low, high, end = location.first, location.last + 1, block.offset + block.nbytes
@@ -405,7 +409,8 @@ class Batch:
         """The tensors by name, after `wait`. Each owns its memory and is handed out once."""
         # The views go first: if this is interrupted, tensors that exist already free their bytes.
         views, self.views = self.views, {}
-        return make_tensors(infos, views)
+        with taking(bytes_of([*infos]), "cpu", "a copy of misaligned tensors"):
+            return make_tensors(infos, views)
 
     def _error(self, failure: Failure) -> ReadError | FileChanged:
         return read_error(self.session.checkpoint, self.plan, failure)

@@ -68,7 +68,8 @@ class Matched(NamedTuple):
         aliases: The names of targets that share their memory with a written one: its name.
         missing: Names of targets that nothing, or not all of it, is written to.
         unexpected: Names in the checkpoint that belong to no target.
-        skipped: Number of tensors that `rename` says belong nowhere.
+        skipped: Number of tensors that `rename` says belong nowhere, or whose target shares its
+            memory with another one.
     """
 
     destinations: list[Destination]
@@ -161,7 +162,7 @@ def matched(
     kept, aliases = _without_aliases(found)
     _require_apart([each for each in kept if each.tensor.numel()])
     missing = _missing(found, aliases, targets)
-    return Matched(kept, aliases, missing, unexpected, skipped)
+    return Matched(kept, aliases, missing, unexpected, skipped + len(found) - len(kept))
 
 
 def require_all(missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -361,6 +362,9 @@ def _missing(
     missing = []
     for name, target in targets.items():
         if name in seen and written[name] == target.numel():
+            continue
+        if name not in seen and _unwritable(target):  # it has no place that another one may share
+            missing.append(name)
             continue
         other = complete.get((device_of(target), *_place_in_memory(target)))
         if other is not None and (target.numel() or targets[other] is target):

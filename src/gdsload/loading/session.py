@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.memory import Region
@@ -172,8 +173,18 @@ class Session(quiesce.Holder):
                 self.close()
                 raise
 
-    def report_to(self, report: LoadReport) -> None:
-        """Goes on with another report. What is true of all reads is noted there, too."""
+    @contextmanager
+    def reporting_to(self, report: LoadReport) -> Iterator[None]:
+        """Goes on with another report in the block, which may be inside of such a block: an
+        observer of a read may read as well. What is true of all reads is noted there, too."""
+        before = self.report
+        self._report_to(report)
+        try:
+            yield
+        finally:
+            self._report_to(before)
+
+    def _report_to(self, report: LoadReport) -> None:
         before, self.report = self.report, report
         if self.backend is not None:
             self.failovers = dict(self.backend.status().failovers)

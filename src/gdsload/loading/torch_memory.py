@@ -49,16 +49,24 @@ def capture_relaxed(device: str) -> AbstractContextManager[None]:
     return gpu.capture_relaxed(device)
 
 
+@contextmanager
+def making(nbytes: int, like: torch.Tensor, what: str) -> Iterator[None]:
+    """For a call of torch that makes a tensor of `nbytes` on the device of `like`. Raises
+    PlacementError if it has no room."""
+    device = "cpu" if like.is_cpu else str(like.device)
+    with taking(nbytes, device, what), copying() if like.is_cpu else capture_relaxed(device):
+        yield
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the same device."""
-    if tensor.is_cpu:
-        with copying():
-            return tensor.clone()
-    with capture_relaxed(str(tensor.device)):
+    """A copy on the same device. Raises PlacementError if it has no room."""
+    with making(tensor.nbytes, tensor, "a copy of a part of a tensor"):
         return tensor.clone()
 
 
 def moved(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """The tensor on another device: a name, the number of a GPU, or a torch.device."""
-    with capture_relaxed(plain_name(device)):
+    """The tensor on another device: a name, the number of a GPU, or a torch.device. Raises
+    PlacementError if that has no room."""
+    name = plain_name(device)
+    with taking(tensor.nbytes, name, "a tensor"), capture_relaxed(name):
         return tensor.to(device)

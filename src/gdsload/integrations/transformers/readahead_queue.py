@@ -172,9 +172,11 @@ class ReadWindow(Batch):
             return
         for info in infos:
             if info.name not in self._compared:
+                self.session.report.unverified_bytes += info.nbytes
                 for block in verifier.blocks_of(info):
                     verifier.check_in_memory(block, info, self.views[info.name])
                     self.session.report.verified_bytes += block.nbytes
+                    self.session.report.unverified_bytes -= block.nbytes
                 self._compared.add(info.name)
 
     def end(self) -> None:
@@ -212,6 +214,7 @@ class DeviceReadWindow(DeviceBatch, ReadWindow):
                 self._difference = error
                 raise
             self.session.report.verified_bytes += compared
+            self.session.report.unverified_bytes += tensor_slice.nbytes - compared
         self.left -= 1
         return given
 
