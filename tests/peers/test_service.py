@@ -351,6 +351,38 @@ def test_connection_of_a_reader_that_does_not_take_its_answer_ends(
         service.close()
 
 
+def test_connection_of_a_reader_that_takes_its_answer_slowly_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look finds fewer bytes than the last one, though all of them take longer than one."""
+    now = [64 << 20]
+
+    class Transport:
+        aborted = False
+
+        def get_write_buffer_size(self) -> int:
+            return now[0]
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    class Writer:
+        transport = Transport()
+
+        async def drain(self) -> None:
+            for _ in range(20):
+                now[0] -= 1
+                await asyncio.sleep(0.05)
+            now.append(0)  # from here on the reader takes nothing
+            while not self.transport.aborted:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(service_module, "ANSWER_SECONDS", 0.2)
+    writer = Writer()
+    asyncio.run(service_module._taken(writer))  # type: ignore[arg-type]
+    assert len(now) == 2, "it was ended while the reader took bytes"
+
+
 def test_service_without_descriptors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -276,6 +277,57 @@ def test_damaged_list_of_pieces_changes_no_byte(tmp_path: Path, seed: int) -> No
     assert load(tmp_path, MemoryFile()) == file.content
 
 
+def test_seal_with_endless_numbers_changes_no_byte(tmp_path: Path) -> None:
+    file = MemoryFile()
+    load(tmp_path, file)
+    (pieces,) = tmp_path.rglob("pieces")
+    with pieces.open("ab") as out:
+        out.write(b"\nsealed 1 1 1 " + b"9" * 5000 + b"\n")  # int() refuses so many
+    assert load(tmp_path, MemoryFile()) == file.content
+
+
+AS_ANOTHER_USER = """
+import os, sys
+from pathlib import Path
+import gdsload
+sys.path[:0] = sys.argv[2:]
+from test_cache import MemoryFile, load, opened
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+folder = Path(sys.argv[1])
+again = MemoryFile()
+found = opened(folder, again)
+assert "Permission denied" in found.refusal and found.refusal.startswith(str(folder)), found.refusal
+assert found.read(0, again.size) == again.content and again.fetched == 0, again.fetched
+found.close()
+other = MemoryFile("other")
+refusal = opened(folder, other).refusal
+assert "other users leave no room" in refusal, refusal
+os.environ["GDSLOAD_CACHE_BYTES"] = str(1 << 40)
+assert load(folder, other) == other.content and load(folder, other) == other.content
+assert other.fetched == other.size, "the second one reads the cache"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has files that others may not write")
+def test_files_of_another_user_in_a_shared_cache_are_read() -> None:
+    """As of root in a container: they cannot be written, nor removed to make room."""
+    with tempfile.TemporaryDirectory() as name:  # others may not enter the directories of pytest
+        shared = Path(name)
+        shared.chmod(0o755)
+        load(shared, MemoryFile())
+        await_threads("gdsload-cache")
+        entries = shared / "gdsload-files-1"
+        entries.chmod(0o777)
+        (entries / ("0" * 32)).mkdir(mode=0o700)
+        places = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+        environment = {**os.environ, SIZE_VARIABLE: str(SIZE + 1_000_000)}
+        command = [sys.executable, "-c", AS_ANOTHER_USER, name, *places]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+
+
 def test_truncated_bytes_are_fetched_again(tmp_path: Path) -> None:
     file = MemoryFile()
     load(tmp_path, file)
@@ -392,11 +444,14 @@ def test_two_processes_at_once_fetch_each_byte_once(tmp_path: Path) -> None:
     gdsload.remote.cache.CLAIM_SECONDS = PATIENCE_SECONDS
     file = MemoryFile()
     file.before_chunk = lambda offset: time.sleep(0.02)
+    print("ready", flush=True)
     while not (directory / "go").exists(): time.sleep(0.001)
     assert load(directory, file) == file.content
     print(file.fetched)
     """
     processes = [start(tmp_path, code) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
     (tmp_path / "go").touch()
     fetched = [int(process.communicate(timeout=PATIENCE_SECONDS)[0]) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]

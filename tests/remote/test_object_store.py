@@ -383,6 +383,7 @@ def test_errors_have_no_secrets(object_server: ObjectServer) -> None:
     assert "hidden" not in text
     assert "word" not in text
     assert text_without_secrets("GET http://a:b@c/d?sig=e failed") == "GET http://c/d failed"
+    assert text_without_secrets("GET http://a:it's@c/d's?sig=e failed") == "GET http://c/d's failed"
 
 
 @pytest.mark.parametrize(
@@ -410,7 +411,7 @@ def test_errors_about_sources_that_are_none_have_no_secrets(
     assert "hid" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\0", "é" * 128])
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\0", "é" * 128, "\ud800"])
 def test_name_of_something_else_is_no_file_name(name: str) -> None:
     assert not is_file_name(name)
     assert is_file_name("..a") and is_file_name("é" * 127)

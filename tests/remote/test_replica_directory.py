@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 import gdsload
+from descriptors import none_left
 from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
@@ -381,6 +382,28 @@ def test_local_file_that_cannot_be_examined_is_an_error(
         with pytest.raises(RemoteError, match="not permitted"):
             file.verify_unchanged()
     file.verify_unchanged()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_quiesced_local_file_is_opened_again_if_it_is_the_same(
+    tmp_path: Path, changed: bool
+) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"before")
+    with none_left():
+        file = LocalFile(str(path))
+        file.quiesce()
+        assert str(path) not in map(os.path.realpath, Path("/proc/self/fd").iterdir())
+        if changed:
+            path.with_suffix(".new").write_bytes(b"behind")
+            path.with_suffix(".new").rename(path)
+            for _ in range(2):
+                with pytest.raises(RemoteError, match="it was replaced by another file"):
+                    file.read(0, 6)
+        else:
+            assert file.read(0, 6) == b"before"
+            file.verify_unchanged()
+        file.close()
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

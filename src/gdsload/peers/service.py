@@ -185,9 +185,21 @@ class Service:
 
 
 async def _taken(writer: asyncio.StreamWriter) -> None:
-    """Waits until the reader takes an answer. If that takes too long, the connection ends."""
+    """Waits until the reader has taken an answer. If it takes nothing of it for too long, the
+    connection ends."""
     # Not by asyncio.wait_for: before Python 3.12 it may swallow a cancellation.
-    late = asyncio.get_running_loop().call_later(ANSWER_SECONDS, writer.transport.abort)
+    loop, transport = asyncio.get_running_loop(), writer.transport
+    left = transport.get_write_buffer_size()
+    late = loop.call_later(ANSWER_SECONDS, lambda: look())
+
+    def look() -> None:
+        nonlocal left, late
+        before, left = left, transport.get_write_buffer_size()
+        if left < before:
+            late = loop.call_later(ANSWER_SECONDS, look)
+        else:
+            transport.abort()
+
     try:
         await writer.drain()
     finally:

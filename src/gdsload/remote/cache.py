@@ -149,6 +149,7 @@ class CachedFile(RemoteFile):
                 if claimed:
                     self._attempt(entry.unclaim, offset, stop)
             offset += fetched
+            patience = time.monotonic() + CLAIM_SECONDS
             if offset < stop:
                 return  # the caller asks for the rest
 
@@ -348,7 +349,14 @@ class LocalCache:
                         os.makedirs(directory, exist_ok=True)
                     except _NotCached as error:  # what is there is used
                         writable, refusal = False, _reason(error)
-                return _open_entry(directory, facts, file, writable, xxh3_128), refusal
+                try:
+                    return _open_entry(directory, facts, file, writable, xxh3_128), refusal
+                except PermissionError as error:
+                    if not writable:
+                        raise
+                    # It is another user's: what is there is used.
+                    writable, refusal = False, f"{directory}: {_reason(error)}"
+                    return _open_entry(directory, facts, file, False, xxh3_128), refusal
         except FileNotFoundError:
             if writable:
                 raise
@@ -358,8 +366,11 @@ class LocalCache:
     @contextmanager
     def _locked(self, writable: bool = True) -> Iterator[None]:
         """Keeps other processes from making and removing entries."""
-        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
-        fd = _opened(os.path.join(self.directory, "lock"), flags)
+        path = os.path.join(self.directory, "lock")
+        try:
+            fd = _opened(path, os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY)
+        except PermissionError:  # another user has made it: to lock it, it suffices to read it
+            fd = _opened(path, os.O_RDONLY)
         try:
             deadline = time.monotonic() + _LOCK_SECONDS
             while True:
@@ -398,8 +409,11 @@ class LocalCache:
         for each in idle:
             if total <= limit:
                 break
-            shutil.rmtree(each.directory)
-            total -= each.cached_bytes
+            with suppress(PermissionError):  # another user's
+                shutil.rmtree(each.directory)
+                total -= each.cached_bytes
+        if total > limit:
+            raise _NotCached(f"the files of other users leave no room for its {nbytes:,} bytes")
 
     def entries(self) -> list[Cached]:
         """The files in the cache. Raises OSError."""
@@ -410,19 +424,29 @@ class LocalCache:
             return []
 
     def clear(self) -> list[Cached]:
-        """Removes all files that no process has open, and returns them. Raises OSError."""
+        """Removes all files that no process has open, and returns them. Those of other users stay.
+        Raises OSError."""
+        removed = []
         try:
             with self._locked():
-                idle = [each for each in self._entries() if not each.busy]
-                for each in idle:
-                    shutil.rmtree(each.directory)
-                return idle
+                for each in self._entries():
+                    if not each.busy:
+                        with suppress(PermissionError):
+                            shutil.rmtree(each.directory)
+                            removed.append(each)
         except FileNotFoundError:
-            return []
+            pass
+        return removed
 
     def _entries(self) -> list[Cached]:
+        """Those that this user may read."""
+        entries = []
         with os.scandir(self.directory) as found:
-            return [_cached(each.path) for each in found if each.is_dir(follow_symlinks=False)]
+            for each in found:
+                if each.is_dir(follow_symlinks=False):
+                    with suppress(PermissionError):
+                        entries.append(_cached(each.path))
+        return entries
 
 
 class _NotCached(OSError):

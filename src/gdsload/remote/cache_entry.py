@@ -34,7 +34,9 @@ from gdsload.system.parallel import parallel_map
 BLOCK_BYTES = 4 << 20
 _WRITERS = 1 << 62  # no file has this byte
 _EVENT = re.compile(
-    rb"^(?:(\d{1,18}) (\d{1,18}) ([0-9a-f]{32}|-)|sealed (\d+) (\d+) (\d+) (\d+))$", re.MULTILINE
+    rb"^(?:(\d{1,18}) (\d{1,18}) ([0-9a-f]{32}|-)"
+    rb"|sealed (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d{1,20}))$",
+    re.MULTILINE,
 )
 _DROPPED = "-"
 

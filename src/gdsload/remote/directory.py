@@ -9,6 +9,7 @@ Not responsible for the text of URLs (`urls`), and for which files belong to a c
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from importlib import import_module
@@ -90,7 +91,10 @@ class RemoteDirectory(ABC):
 
 def is_file_name(name: str) -> bool:
     """Whether a name that somebody else chose is one of a file: of no other directory."""
-    fits = 0 < len(name.encode(errors="surrogatepass")) < 256
+    try:
+        fits = 0 < len(os.fsencode(name)) < 256
+    except UnicodeEncodeError:
+        return False
     return fits and name not in (".", "..") and not {"/", "\0"} & set(name)
 
 

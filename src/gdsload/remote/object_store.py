@@ -42,7 +42,12 @@ INSTALL_HINT = extra_hint("remote") if sys.version_info >= (3, 11) else "use Pyt
 SILENCE_SECONDS = 10.0
 RETRY_SECONDS = 20.0
 _TRY_SECONDS = 3600  # the client's own limit of 30 s would end a slow read of many bytes
+# The client gives bytes when a chunk is complete. Each chunk costs time with the GIL; but those of
+# a slow source must not come so late that it looks silent.
 _CHUNK_BYTES = 1 << 20
+_SLOW_CHUNK_BYTES = 64 << 10
+_FAST_REQUEST = 4e6  # bytes per second of one request
+_MOST_TEXT = 500  # characters of a message of the client
 _MOST_RETRIES = 1000  # more than there is time for: ten, the default, end after about 2 s
 _PAUSE_SECONDS = 2.0  # the longest one between two tries
 # The variables that the client reads begin like this. Those of its connections it only reads if it
@@ -129,8 +134,10 @@ def _was_repeated(started: float) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """The message of the client, without secrets, and without the body of the server's answer."""
-    return text_without_secrets(str(error).partition("\n")[0].partition("<")[0]).strip(" :")
+    """The message of the client, without secrets, and without the body of an answer in XML or HTML.
+    Other bodies are cut."""
+    text = text_without_secrets(str(error).partition("\n")[0].partition("<")[0]).strip(" :")
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
 
 class ObjectDirectory(RemoteDirectory):
@@ -309,6 +316,7 @@ class ObjectFile(RemoteFile):
         self.version = _version_of(meta)
         self._directory, self._name, self._head = directory, name, head
         self._changed = ""
+        self._chunk_bytes = _SLOW_CHUNK_BYTES
 
     def chunks(self, offset: int, length: int) -> Iterator[Any]:
         known = memoryview(self._head)[offset : offset + length]
@@ -320,6 +328,7 @@ class ObjectFile(RemoteFile):
         got = 0
         why, final = "", False
         facts: dict[str, Any] = {"offset": offset, "wanted": length}
+        started = time.monotonic()
         try:
             result = self._directory.get(self._name, offset, length)
             first, end = result.range
@@ -329,8 +338,10 @@ class ObjectFile(RemoteFile):
             elif (first, end) != (offset, offset + length):
                 why = f"the server sent bytes {first} to {end} instead"
             else:
-                for chunk in result.stream(min(length, _CHUNK_BYTES)):
+                for chunk in result.stream(min(length, self._chunk_bytes)):
                     got += len(chunk)
+                    fast = got > _FAST_REQUEST * (time.monotonic() - started)
+                    self._chunk_bytes = _CHUNK_BYTES if fast else _SLOW_CHUNK_BYTES
                     if got > length:
                         why = f"the server sent more than the {length} bytes that were asked for"
                         break

@@ -29,6 +29,7 @@ from gdsload.remote.directory import RemoteDirectory, open_directory
 from gdsload.remote.file import RemoteFile
 from gdsload.remote.replicas import Opened, ReplicaFile, Source, Sources
 from gdsload.remote.urls import is_url, shown_source, sources_of, without_secrets
+from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.threads import condition, start_thread
 
 Answer = TypeVar("Answer")
@@ -201,13 +202,39 @@ class LocalFile(RemoteFile):
 
     def __init__(self, path: str) -> None:
         """Opens it. Raises OSError."""
-        self.url, self._fd = path, -1
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise OSError(errno.EINVAL, "this is not a regular file")
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.url, self._fd, self._closed = path, -1, False
+        self._opening = fork_safe_lock(self, "_opening")
+        self._open()
         self._status = os.fstat(self._fd)
         self.size = self._status.st_size
         self.version = "-".join(map(str, (*_content_of(self._status), self._status.st_ctime_ns)))
+
+    def _open(self) -> None:
+        if not stat.S_ISREG(os.stat(self.url).st_mode):
+            raise OSError(errno.EINVAL, "this is not a regular file")
+        self._fd = os.open(self.url, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _opened(self) -> int:
+        """The descriptor. After `quiesce` it is opened again. Raises RemoteError."""
+        with self._opening:
+            if self._closed:
+                raise self.error("it is closed", errno=errno.EBADF, final=True)
+            if self._fd < 0:
+                try:
+                    self._open()
+                    changed = self._was_changed()
+                except OSError as error:
+                    raise self.error(str(error.strerror), errno=error.errno) from error
+                if changed:
+                    self.quiesce()
+                    raise self.error("it was replaced by another file", final=True)
+            return self._fd
+
+    def _was_changed(self) -> bool:
+        status = os.fstat(self._fd)
+        # Deleting the file moves its ctime as well, and changes no byte.
+        rewritten = status.st_nlink > 0 and status.st_ctime_ns != self._status.st_ctime_ns
+        return rewritten or _content_of(status) != _content_of(self._status)
 
     @property
     def io_path(self) -> str:
@@ -217,8 +244,9 @@ class LocalFile(RemoteFile):
         buffer = memoryview(bytearray(min(length, _CHUNK_BYTES)))
         end = offset + length
         while offset < end:
+            fd = self._opened()  # it may be closed meanwhile
             try:
-                got = os.preadv(self._fd, [buffer[: end - offset]], offset)
+                got = os.preadv(fd, [buffer[: end - offset]], offset)
             except OSError as error:
                 raise self.error(str(error.strerror), errno=error.errno) from error
             if not got:
@@ -227,19 +255,22 @@ class LocalFile(RemoteFile):
             offset += got
 
     def verify_unchanged(self) -> None:
+        self._opened()
         try:
-            status = os.fstat(self._fd)
+            changed = self._was_changed()
         except OSError as error:
             raise self.error(str(error.strerror), errno=error.errno) from error
-        # Deleting the file moves its ctime as well, and changes no byte.
-        rewritten = status.st_nlink > 0 and status.st_ctime_ns != self._status.st_ctime_ns
-        if rewritten or _content_of(status) != _content_of(self._status):
+        if changed:
             raise FileChanged(f"{self.url}: the file changed while it was read", path=self.url)
 
-    def close(self) -> None:
+    def quiesce(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def close(self) -> None:
+        self._closed = True
+        self.quiesce()
 
     def __del__(self) -> None:
         self.close()

@@ -14,7 +14,8 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 from gdsload.errors import CheckpointError
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
-_IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
+# An apostrophe may be a part of a URL: what comes after it may be secret.
+_IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"<>]+")
 # A host and a port. Anything else may be a part of a password with a "/" that was not escaped.
 _HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
 # A host that is no user: the begin of an IPv6 address, an IPv4 address, or this machine.
