@@ -291,3 +291,19 @@ def test_patcher_interrupted_restores_the_originals(after: int) -> None:
     assert (owner.first, owner.second) == (1, 2)
     assert sys.meta_path == before
     assert not swaps.in_place
+
+
+AUTO_CLASSES = """
+import gdsload
+with gdsload.accelerated():
+    from transformers import AutoModel, AutoModelForCausalLM
+for cls in (AutoModel, AutoModelForCausalLM, AutoModel.__mro__[1]):
+    print(cls.from_pretrained.__func__.__code__.co_filename)
+"""
+
+
+def test_classes_that_are_imported_under_the_patches_do_not_keep_them() -> None:
+    """The Auto classes copy the functions of their base when they are defined."""
+    command = [sys.executable, "-c", AUTO_CLASSES]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() and "gdsload" not in ran.stdout

@@ -359,3 +359,20 @@ def test_pattern_that_is_used_is_compiled(copied: Callable[[Any], Any]) -> None:
     assert pattern.search("xab").group("g0") == "ab"
     assert pattern.groupindex == {"g0": 1}
     assert pattern.pattern == "(?P<g0>a.)|b"
+
+
+def test_pattern_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of re has 512 patterns, and a `key_mapping` may have more."""
+    from transformers import core_model_loading
+
+    with gdsload.accelerated():
+        pattern = core_model_loading.re.compile("a+")
+    compile_pattern, compiled = re.compile, []
+
+    def noted(pattern: Any, flags: Any = 0) -> Any:
+        compiled.append(pattern)
+        return compile_pattern(pattern, flags)
+
+    monkeypatch.setattr(re, "compile", noted)
+    assert [bool(pattern.search(text)) for text in ("xa", "x", "a")] == [True, False, True]
+    assert compiled == ["a+"]

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import gdsload
-from gdsload.system.gc_control import MANY, collector_paused
+from gdsload.system import gc_control
+from gdsload.system.gc_control import MANY, collector_eased, collector_paused
 
 TENSORS = 20_000
 
@@ -104,3 +105,27 @@ def test_child_forked_during_a_pause_collects() -> None:
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
     assert gc.isenabled()
+
+
+def test_thresholds_are_restored_if_another_thread_ends_as_one_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, ease, other = gc.get_threshold(), gc_control._ease, collector_eased()
+
+    def interrupted() -> Any:
+        other.__exit__(None, None, None)
+        return ease()
+
+    try:
+        other.__enter__()
+        with monkeypatch.context() as patch:
+            patch.setattr(gc_control, "_ease", interrupted)
+            with collector_eased():
+                pass
+        other.__exit__(None, None, None)
+    except RuntimeError:  # it has ended already
+        pass
+    try:
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*before)

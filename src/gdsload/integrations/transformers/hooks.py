@@ -437,7 +437,8 @@ patcher = Patcher(
             _in_pipeline("load_model"),
             _in_pipeline("infer_framework_load_model"),  # before transformers 5
         ),
-        "transformers.models.auto.auto_factory": (_from_url("_BaseAutoModelClass"),),
+        # Not auto_factory: the classes that modeling_auto defines copy the functions of their base.
+        "transformers.models.auto.modeling_auto": (_from_url("_BaseAutoModelClass"),),
         # It reads the metadata of files, also of stand-ins.
         "transformers.quantizers.quantizer_torchao": (
             Patch("safe_open", _patch_open, optional=True),

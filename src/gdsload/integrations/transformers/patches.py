@@ -195,15 +195,18 @@ def _patch_torch(module: ModuleType) -> Iterator[Replacement]:
 
 
 class _Pattern:
-    """A regular expression that is compiled when it is used."""
+    """A regular expression that is compiled when it is first used."""
 
-    __slots__ = ("_text",)
+    __slots__ = ("_compiled", "_text")
 
     def __init__(self, text: str) -> None:
         self._text = text
+        self._compiled: re.Pattern[str] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(re.compile(self._text), name)
+        if self._compiled is None:  # the cache of re has 512, and a load may use more in turn
+            self._compiled = re.compile(self._text)
+        return getattr(self._compiled, name)
 
     def __reduce__(self) -> Any:  # a copy is a plain one
         return re.compile, (self._text,)
