@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 
 import forked
 from gdsload.backends.posix import engines
+from gdsload.memory import page_cache
+from gdsload.system.mountinfo import mount_of
+from waiting import wait_for
 
 ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
 SMALL = {"request_bytes": 16384, "depth": 2}
@@ -28,6 +32,15 @@ def save(path: Path, value: int) -> Path:
 
 def is_full_of(tensors: dict[str, torch.Tensor], value: int) -> bool:
     return len(tensors) == 8 and all(bool((tensor == value).all()) for tensor in tensors.values())
+
+
+def make_cold(*files: Path) -> None:
+    """Evicts files from the page cache. Skips the test on a filesystem in memory."""
+    for file in files:
+        left, mount = page_cache.evict(file), mount_of(file)
+        if left and mount is not None and mount.kind in ("tmpfs", "ramfs", "overlay"):
+            pytest.skip(f"{file}: its pages cannot be evicted from a filesystem in memory")
+        wait_for(lambda file=file: not page_cache.evict(file), f"{file}: its pages stay")  # type: ignore[misc]
 
 
 def pass_a_tick(path: Path) -> None:

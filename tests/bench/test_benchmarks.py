@@ -286,6 +286,25 @@ def test_judge_uncounted_cold_run_is_discarded(tmp_path: Path) -> None:
         assert judge.Judge(conditions).objection(known) is None
 
 
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        (10 << 20, None),  # whatever others read
+        (0, "the arm read 0 bytes, but 10,485,760 were touched"),
+        (900 << 20, "the arm read 943,718,400 bytes"),
+    ],
+)
+def test_judge_counts_the_bytes_of_the_arm_alone_beside_neighbours(
+    own: int, why: str | None, tmp_path: Path
+) -> None:
+    """A neighbour that reads the same file fills the page cache while the clock runs."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(10 << 20))
+    one = judge.Judge(judge.Conditions(tmp_path, neighbours=True))
+    for device in (0, 10 << 20, 900 << 20):
+        said = one.objection(facts(own_read_bytes=own, device_read_bytes=device))
+        assert said is None if why is None else str(said).startswith(why)
+
+
 @pytest.mark.parametrize(("resident", "fills"), [([1], 0), ([0, 1], 1)])
 def test_warm_files_are_read_only_if_bytes_are_missing(
     resident: list[int], fills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading.batch import Batch
-from gdsload.memory.page_cache import evict
+from storage import make_cold
 from threadends import await_most
 from windows import small_windows
 
@@ -129,8 +129,7 @@ def test_ctrl_c_while_storage_hangs_ends_the_load(
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    if evict(tmp_path / "model.safetensors"):
-        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    make_cold(tmp_path / "model.safetensors")
     with monkeypatch.context() as patch, faulty.installed(patch) as faults:
         faults.script(faulty.rule(faulty.HANG, times=faulty.FOR_EVER))
         patch.setattr(Batch, "pause", pause)

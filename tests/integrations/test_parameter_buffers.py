@@ -35,9 +35,9 @@ from gdsload.loading import page_cache_fill
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.loading.window_writer import NO_WAITING
-from gdsload.memory import page_cache
 from gdsload.report import LoadReport
 from pagemap import resident_pages
+from storage import make_cold
 from windows import small_windows
 
 # Rows of two experts' kinds that are merged into one parameter.
@@ -210,8 +210,7 @@ def test_writer_fills_the_page_cache_only_while_copies_wait(
     file = tmp_path / "model.safetensors"
     saved = {f"t{n}": torch.full((500_000,), n, dtype=torch.bfloat16) for n in range(10)}
     save_file(saved, file)
-    if page_cache.evict(file):
-        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    make_cold(file)
     report = LoadReport("cold")
     with (
         Checkpoint.open(file) as checkpoint,
@@ -352,8 +351,7 @@ def test_page_cache_is_not_filled_where_casts_leave_no_room(
     monkeypatch.setattr(page_cache_fill, "available_bytes", lambda: 2 * size)
     decisions = []
     for dtype in (torch.bfloat16, torch.float32):
-        if page_cache.evict(file):
-            pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+        make_cold(file)
         model = gdsload.from_pretrained(tmp_path, dtype=dtype)
         decisions.append(gdsload.last_report().page_cache)
         del model
@@ -383,8 +381,7 @@ def test_kept_part_of_a_model_fills_the_page_cache_only_if_asked(
     config = transformers.Qwen3MoeConfig(vocab_size=4000, **sizes, **layers)
     model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     model.save_pretrained(tmp_path)
-    if page_cache.evict(tmp_path / "model.safetensors"):
-        pytest.skip("its pages cannot be evicted (a file system in memory)")
+    make_cold(tmp_path / "model.safetensors")
     ours = gdsload.from_pretrained(tmp_path, dtype="auto", page_cache=asked)
     report = gdsload.last_report()
     if report.integration == "hook":  # 4.57 merges nothing

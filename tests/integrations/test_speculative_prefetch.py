@@ -22,6 +22,7 @@ from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.readahead import prefetch as readahead_prefetch
 from gdsload.readahead.prefetch import prefetches
+from storage import make_cold
 
 
 @pytest.fixture
@@ -30,8 +31,7 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(speculative_prefetch, "LEAST_PREFETCH_BYTES", 0)
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
     for file in copy.glob("*.safetensors"):
-        if page_cache.evict(file):
-            pytest.skip(f"{file}: its pages cannot be evicted (a file system in memory)")
+        make_cold(file)
     return copy
 
 
@@ -116,8 +116,7 @@ def larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = transformers.LlamaConfig(**small, **sizes, dtype="bfloat16")
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "larger")
-    if page_cache.evict(tmp_path / "larger" / "model.safetensors"):
-        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    make_cold(tmp_path / "larger" / "model.safetensors")
     return tmp_path / "larger"
 
 

@@ -42,7 +42,6 @@ from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
-from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import Transfer, byte_ranges_of
@@ -50,6 +49,7 @@ from gdsload.planning.tensor_slices import whole
 from gdsload.readahead import prefetch as prefetch_module
 from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
+from storage import make_cold
 from windows import small_windows
 
 POOL_BYTES = 64 << 20
@@ -569,8 +569,7 @@ def test_process_that_may_open_few_files_keeps_some_for_others(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_mode, "_DESCRIPTOR_PERCENT", 0)
-    if page_cache.evict(path):
-        pytest.skip(f"{path}: its pages cannot be evicted (a file system in memory)")
+    make_cold(path)
     assert len(gdsload.load_file(path, page_cache="keep")) == COUNT
     refusals = gdsload.last_report().refusals
     assert "ulimit -n" in refusals["direct I/O on model.safetensors"]

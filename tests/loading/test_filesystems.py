@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import shutil
@@ -31,7 +32,7 @@ from gdsload.cli import measuring
 from gdsload.errors import FileChanged, ReadError
 from gdsload.memory import page_cache
 from gdsload.system.storage import DEPTH
-from storage import ENGINES, kept_warm, python, save
+from storage import ENGINES, kept_warm, make_cold, python, save
 from waiting import wait_for
 
 mounts, records = measuring.program("mounts"), measuring.program("records")
@@ -225,8 +226,7 @@ def test_direct_reads_on_btrfs_leave_nothing_in_the_page_cache(
 ) -> None:
     """It may read by the page cache all the same, as if the reads were buffered."""
     path = expected[0] / NAME
-    if page_cache.evict(path):
-        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    make_cold(path)
     monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "btrfs")
     monkeypatch.setattr(Shard, "reopen_direct", lambda *_: None)
     report = checked(path, page_cache="keep")
@@ -373,8 +373,7 @@ def test_dropping_load_leaves_what_was_resident_before(
     is_fuse = kind == "fuse"
     path = mounted(kind, no_direct=1) if is_fuse else expected[0] / NAME
     cache = "auto" if is_fuse else "buffered"
-    if page_cache.evict(path):
-        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    make_cold(path)
     advise, dropped = os.posix_fadvise, []
     kept = range(4 << 20, 5 << 20)
 
@@ -454,16 +453,17 @@ def test_load_under_a_limit_of_a_cgroup_is_complete(
     assert printed == str(sums)
 
 
-@pytest.mark.parametrize(
-    "load",
-    [
-        gdsload.load_file,
-        gdsload.stream,
-        gdsload.safe_open,
-        gdsload.prefetch,
-        gdsload.from_pretrained,
-    ],
-)
+LOADS = [
+    gdsload.load_file,
+    gdsload.stream,
+    gdsload.safe_open,
+    gdsload.prefetch,
+    gdsload.from_pretrained,
+    functools.partial(gdsload.load_into, {}),
+]
+
+
+@pytest.mark.parametrize("load", LOADS)
 def test_unknown_page_cache_is_a_value_error(
     expected: tuple[Path, dict[str, torch.Tensor]], load: Callable[..., Any]
 ) -> None:
@@ -473,6 +473,27 @@ def test_unknown_page_cache_is_a_value_error(
         load(expected[0] / NAME, page_cache="empty")
 
 
+@pytest.mark.parametrize(
+    ("load", "words", "message"),
+    [
+        *((load, {"on_event": "print"}, "on_event='print' must be a function") for load in LOADS),
+        *(
+            (load, {"options": "depth=4"}, "options='depth=4' must be a mapping")
+            for load in LOADS
+            if load is not gdsload.from_pretrained  # it has no such keyword
+        ),
+    ],
+)
+def test_keyword_of_another_type_is_a_type_error_at_the_call(
+    expected: tuple[Path, dict[str, torch.Tensor]],
+    load: Callable[..., Any],
+    words: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        load(expected[0] / NAME, **words)
+
+
 def test_load_that_is_interrupted_while_it_drops_closes_its_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,8 +501,7 @@ def test_load_that_is_interrupted_while_it_drops_closes_its_descriptors(
         safetensors.torch.save_file(
             {f"t{number}": torch.ones(1 << 18)}, tmp_path / f"{number}.safetensors"
         )
-        if page_cache.evict(tmp_path / f"{number}.safetensors"):
-            pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+        make_cold(tmp_path / f"{number}.safetensors")
 
     def advise(fd: int, offset: int, length: int, advice: int) -> None:
         if advice == os.POSIX_FADV_DONTNEED:

@@ -33,7 +33,7 @@ from gdsload.loading import io_mode, page_cache_fill, whole_tensors
 from gdsload.loading.batch import Batch
 from gdsload.memory import host_buffers, page_cache
 from legal import TORCH_DTYPES, files, raw, same, write
-from storage import kept_warm
+from storage import kept_warm, make_cold
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
@@ -255,8 +255,9 @@ def test_closed_file_raises_checkpoint_error(path: Path) -> None:
         lambda: opened.get_slice("t1"),
         opened.get_tensors,
     ):
-        with pytest.raises(gdsload.CheckpointError, match="closed"):
+        with pytest.raises(gdsload.CheckpointError, match="closed") as caught:
             use()
+        assert caught.value.path == str(path)
     opened.close()
     with pytest.raises(gdsload.CheckpointError, match="closed"):
         _ = part[0:2]
@@ -413,8 +414,7 @@ def test_warm_file_is_mapped_and_cold_file_is_read(path: Path) -> None:
         gdsload.load_file(path)
     report = gdsload.last_report()
     assert report.paths == {"mapped": report.wanted_bytes}
-    if page_cache.evict(path):
-        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    make_cold(path)
     got = gdsload.load_file(path, page_cache="keep")
     report = gdsload.last_report()
     assert report.paths[f"posix/{report.engine}/direct"] >= report.wanted_bytes
@@ -428,8 +428,7 @@ def test_small_cold_checkpoint_is_read_into_the_page_cache_and_mapped(
 ) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
     files = sorted((tmp_path / "tiny").glob("*.safetensors"))
-    if any(page_cache.evict(file) for file in files):
-        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    make_cold(*files)
     got = gdsload.load_file(tmp_path / "tiny")
     report = gdsload.last_report()
     assert (report.paths, report.backend) == ({"mapped": report.wanted_bytes}, "")
@@ -455,8 +454,7 @@ def test_small_file_that_does_not_get_into_the_page_cache_is_read_by_a_backend(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     path = Path(shutil.copy(min(tiny_checkpoint.glob("*.safetensors")), tmp_path))
-    if page_cache.evict(path):
-        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    make_cold(path)
     monkeypatch.setattr(os, "preadv", fail)
     gdsload.load_file(path)
     assert gdsload.last_report().backend == "posix"

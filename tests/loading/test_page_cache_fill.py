@@ -8,7 +8,7 @@ import re
 import resource
 import subprocess
 import sys
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,7 +30,9 @@ from gdsload.memory import page_cache
 from gdsload.planning.read_plan import Limits, byte_ranges_of
 from gdsload.report import LoadReport
 from gdsload.system import available
-from storage import kept_warm
+from storage import kept_warm, make_cold
+
+MADV_POPULATE_READ = 22  # not in Python's mmap
 
 
 @pytest.fixture
@@ -39,8 +41,7 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
     tensors = {f"t{i}": torch.full((500_000,), i, dtype=torch.int16) for i in range(10)}
     safetensors.torch.save_file(tensors, path)
-    if page_cache.evict(path):
-        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    make_cold(path)
     return path
 
 
@@ -89,8 +90,7 @@ def test_folios_of_each_kind_give_the_same_bytes(several_streams: Path, pages: s
 @pytest.mark.parametrize("pages", MODES)
 def test_file_with_gaps_in_the_page_cache_is_completed(several_streams: Path, pages: str) -> None:
     """Some units are there, some are not, and some are there in part."""
-    if page_cache.evict(several_streams):
-        pytest.skip(f"{several_streams.parent}: its pages cannot be evicted")
+    make_cold(several_streams)
     size, gaps = several_streams.stat().st_size, Random(5)
     with several_streams.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
@@ -113,17 +113,28 @@ def test_file_with_gaps_in_the_page_cache_is_completed(several_streams: Path, pa
 
 
 def test_option_chooses_the_folios(several_streams: Path) -> None:
-    mapped = {pages: mapped_as_huge(several_streams, pages) for pages in ("huge", "small")}
-    if not mapped["huge"]:
-        pytest.skip("this filesystem or kernel has no huge folios, or memory has none free")
+    make_cold(several_streams)
+    size = several_streams.stat().st_size
+    with (
+        several_streams.open("rb") as file,
+        mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ) as mapping,
+    ):
+        with suppress(OSError):  # an old kernel
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            mapping.madvise(MADV_POPULATE_READ)
+        if not mapped_as_huge(several_streams):
+            pytest.skip("this filesystem or kernel has no huge folios, or memory has none free")
+    mapped = {}
+    for pages in ("huge", "small"):
+        make_cold(several_streams)
+        held = gdsload.load_file(several_streams, page_cache="fill", options={"pages": pages})
+        mapped[pages] = mapped_as_huge(several_streams)
+        del held
     assert mapped["small"] < mapped["huge"]
 
 
-def mapped_as_huge(path: Path, pages: str) -> int:
-    """Reads a file into the page cache: bytes of it that this process maps by huge pages."""
-    page_cache.evict(path)
-    held = gdsload.load_file(path, page_cache="fill", options={"pages": pages})
-    assert held
+def mapped_as_huge(path: Path) -> int:
+    """Bytes of a file that this process maps by huge pages."""
     mappings = Path("/proc/self/smaps").read_text().partition(str(path))[2]
     return int(re.findall(r"^FilePmdMapped: +(\d+)", mappings, re.M)[0]) << 10
 
@@ -136,16 +147,6 @@ def test_report_tells_how_much_was_in_the_page_cache_before(path: Path) -> None:
     gdsload.load_file(path)
     found = re.search(r"about (\d+)% of the files were in it$", gdsload.last_report().page_cache)
     assert found and 40 <= int(found[1]) <= 70
-
-
-def test_second_load_reads_nothing(path: Path) -> None:
-    gdsload.load_file(path)
-    first = gdsload.last_report()
-    assert io_modes(first) == {"mapped"}
-    assert first.page_cache.startswith("filled: ")
-    with kept_warm(path):
-        gdsload.load_file(path)
-        assert gdsload.last_report().paths == {"mapped": first.wanted_bytes}
 
 
 def test_loads_at_the_same_time_share_what_they_read(path: Path) -> None:
@@ -448,8 +449,7 @@ def test_report_of_an_open_file_says_what_its_reads_leave(path: Path) -> None:
 def test_small_file_is_left_out_of_the_page_cache_if_the_caller_asks_for_it(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"w": torch.ones(1 << 18)}, path)
-    if page_cache.evict(path):
-        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    make_cold(path)
     gdsload.load_file(path, page_cache="keep")
     # The header is read through it.
     assert page_cache.resident_bytes(path) < path.stat().st_size // 2

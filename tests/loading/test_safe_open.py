@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import descriptors
 import gdsload
 from gdsload import safetensors_file, warmup
-from gdsload.errors import CheckpointError, ShortRead
+from gdsload.errors import ShortRead
 from waiting import wait_for
 
 ROWS, COLUMNS = 64, 1000
@@ -83,16 +83,6 @@ def test_slice_that_is_dropped_does_not_wait_for_the_read_of_another_thread(path
     assert not opened._checkpoint.closed
     del first, last
     assert opened._checkpoint.closed
-
-
-def test_error_of_a_closed_file_has_its_path(path: Path) -> None:
-    with gdsload.safe_open(path) as opened:
-        part = opened.get_slice("w")
-    for ask in (lambda: opened.get_tensor("w"), opened.keys, lambda: opened.get_slice("w")):
-        with pytest.raises(CheckpointError, match="the file is closed") as caught:
-            ask()
-        assert caught.value.path == str(path)
-    del part
 
 
 def test_slice_of_a_mapped_file_is_not_copied(path: Path, expected: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import pytest
 from gdsload._native import system
 from gdsload.memory import page_cache
 from gpudoubles import built
-from storage import kept_warm
+from storage import kept_warm, make_cold
 
 PAGE = mmap.PAGESIZE
 PAGES = 64
@@ -43,9 +43,7 @@ def fd(
         except OSError as error:
             os.close(opened)
             pytest.skip(f"cachestat: {error.strerror}")
-    if page_cache.evict(path):
-        os.close(opened)
-        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    make_cold(path)
     yield opened
     os.close(opened)
 

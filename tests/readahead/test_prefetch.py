@@ -40,6 +40,7 @@ from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
 from gdsload.system.cancellation import CancelToken, LoadCancelled
+from storage import make_cold
 
 PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
@@ -627,8 +628,7 @@ def test_page_cache_is_filled_and_counted(
     fstype = "btrfs" if btrfs else ""
     monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: fstype)
     files = sorted(checkpoint.glob("*.safetensors"))
-    if any(page_cache.evict(file) for file in files):
-        pytest.skip("this filesystem keeps its pages")
+    make_cold(*files)
     with gdsload.prefetch(checkpoint, tier="pagecache", cache=cache) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         progress = ahead.progress()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from command import process
-from gdsload.memory import page_cache
+from storage import make_cold
 
 END = "the end of a load"
 # Each load is of 4 MB: two for 3 seconds, and two reads with 3 seconds between them. In one
@@ -55,8 +55,7 @@ BAR = re.compile(r"gdsload: +[1-9]\d?%.+[\d.]+M/[\d.]+M \[\d\d:\d\d<\d\d:\d\d, +
 @pytest.fixture
 def sources(checkpoint: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Two, for two processes at once: each of them fills and clears the page cache."""
-    if any(page_cache.evict(file) for file in checkpoint.glob("*.safetensors")):
-        pytest.skip("this filesystem keeps its pages")
+    make_cold(*checkpoint.glob("*.safetensors"))
     return checkpoint, Path(shutil.copytree(checkpoint, tmp_path / "other"))
 
 
