@@ -23,9 +23,10 @@ from .records import Refused
 
 ARMS = (
     "gdsload", "safetensors-mmap", "safetensors-pread", "safetensors-prefetch", "fastsafetensors",
-    "fastsafetensors-parallel", "runai", "runai:NUMPY_MADVISE_HUGEPAGE=0", "instanttensor",
-    "tensorizer", "nixl-posix", "nixl-gds-mt", "bare", "bare:pages=huge", "bare:memory=backed",
-    "bare:pages=huge,memory=backed", "pinned", "fio",
+    "fastsafetensors:FASTSAFETENSORS_ODIRECT=0", "fastsafetensors-parallel", "runai",
+    "runai:NUMPY_MADVISE_HUGEPAGE=0", "instanttensor", "tensorizer", "nixl-posix", "nixl-gds-mt",
+    "bare", "bare:pages=huge", "bare:memory=backed", "bare:pages=huge,memory=backed", "pinned",
+    "fio",
 )  # fmt: skip
 STATE_ARMS = (  # in several states of memory
     "gdsload", "gdsload:page_cache=keep", "gdsload:pages=huge", "gdsload:pages=bounce", "bare",

@@ -88,12 +88,12 @@ def loads(result: dict[str, Any]) -> str:
                 tables.shown(vram, lambda value: f"{value / 1e6:.0f}"),
             ]
         )
-    known = MINI_GDS.get(result["checkpoint"]["name"], ())
-    for load in known:
-        rows.append([
-            f"{load.loader}, as published", f"{load.seconds:.2f}", "",
-            f"{known[0].seconds / load.seconds:.2f}", f"{load.cpu_mb}", f"{load.gpu_mb}",
-        ])  # fmt: skip
+    for model, known in MINI_GDS.items():
+        for load in known:
+            rows.append([
+                f"{load.loader}, {model}, as published", f"{load.seconds:.2f}", "",
+                f"{known[0].seconds / load.seconds:.2f}", f"{load.cpu_mb}", f"{load.gpu_mb}",
+            ])  # fmt: skip
     head = ["loader", "s", "min to max", "times as fast", "CPU memory beside the model MB",
             "GPU memory MB"]  # fmt: skip
     return tables.markdown(head, rows)
@@ -104,7 +104,7 @@ def costs(result: dict[str, Any]) -> str:
     rows = []
     if TENSORS in (found := tables.by_label(result)):
         ours = found[TENSORS]["tensor_ms"]
-        rows.append(["gdsload, here", *(f"{ours[name]:.4f}" for name in SPLIT)])
+        rows.append([f"{TENSORS}, here", *(f"{ours[name]:.4f}" for name in SPLIT)])
     rows.append(
         ["NIXL GDS loader, as published", *(f"{MINI_GDS_TENSOR_MS[name]:.4f}" for name in SPLIT)]
     )

@@ -146,7 +146,8 @@ class Judge:
             return f"{resident:,} bytes were resident before the clock started"
         read, counter = facts["device_read_bytes"], "the disk"
         own = facts.get("own_read_bytes")
-        if read is None:  # as on overlays: the kernel's account of the arm has to add up
+        # Not counted, as on overlays, or others read as well: the account of the arm has to add up.
+        if read is None or (self.conditions.neighbours and own is not None):
             read, counter = own, "the arm"
         if self.conditions.storage == "fuse":  # the kernel counts no reads of it
             return None
@@ -160,8 +161,6 @@ class Judge:
             why = f"{counter} read {read:,} bytes, but {touched:,} were touched"
             return why + cache.holes(self.conditions.files)
         if read > most:
-            if self.conditions.neighbours and own is not None and least <= own <= most:
-                return None
             why = f"{counter} read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
             others = own is not None and least <= own <= most
             return why + ("; others use this disk: --neighbours allows it" if others else "")

@@ -78,7 +78,9 @@ def open_fastsafetensors(wanted: Wanted) -> Opened:
         loader.add_filenames({0: [str(file) for file in files_of(source)]})
         buffers = loader.copy_files_to_device()
         state = {name: buffers.get_tensor(name) for name in buffers.key_to_rank_lidx}
-        return tensors(state, (buffers, loader))
+        buffers.close()  # what is not closed stays in memory; each tensor has its own reference
+        loader.close()
+        return tensors(state)
 
     return Opened(load)
 

@@ -21,7 +21,8 @@ OPENERS = {
 def main() -> None:
     arm, source = sys.argv[1:3]
     name, _, setting = arm.partition(":")
-    settings = dict([setting.split("=")]) if setting else {}
+    key, _, value = setting.partition("=")
+    settings = {} if key.isupper() or not key else {key: value}  # those in capitals are in place
     opened = OPENERS[name](Wanted(Path(source), settings))
     opened.prepare()
     print("ready", flush=True)

@@ -22,11 +22,15 @@ from typing import Any
 from gdsload.system.available import available_bytes
 
 from . import cache, children, places, records, rounds, tables
+from .arms import parse
 from .layout import several, size
 from .loaded import OURS, PEERS, files_of
 from .records import Refused
 
-ARMS = {"gdsload": OURS, "gdsload:page_cache=keep": OURS, "safetensors-mmap": OURS, "runai": PEERS}
+ARMS = {
+    **{"gdsload": OURS, "gdsload:page_cache=keep": OURS, "safetensors-mmap": OURS},
+    **{"runai": PEERS, "runai:NUMPY_MADVISE_HUGEPAGE=0": PEERS},
+}
 AT_ONCE = (2, 4, 8)
 RESTARTS = 2
 # Memory that the last process freed goes back to the host of a virtual machine meanwhile.
@@ -42,7 +46,8 @@ def started(
     """
     ours = ARMS[arm] == OURS
     python = sys.executable if ours else places.python_of(ARMS[arm])
-    environment = places.own_environment() if ours else places.environment()
+    settings = parse(arm).environment
+    environment = (places.own_environment if ours else places.environment)(**settings)
     command = [*places.command(python, "restart_worker"), arm, str(source)]
     return children.at_once(arm, command, [environment] * count, prepare)
 

@@ -11,7 +11,9 @@ from . import layout, tables
 
 OURS = "gdsload"
 # What tables and targets use of each run.
-FACTS = ("load_s", "cpu_s", "peak_rss_bytes", "touched_bytes", "read_bytes")
+FACTS = (
+    "load_s", "cpu_s", "peak_rss_bytes", "touched_bytes", "read_bytes", "own_read_bytes",
+)  # fmt: skip
 TITLES = {
     "huge": "touched as huge pages",
     "small": "touched as small pages",
