@@ -95,8 +95,10 @@ python=
 find_python() { # candidates...   the first of 3.10 or newer
     for candidate; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            # The interpreter itself, not a shim that may choose another one later.
-            python=$("$candidate" -c 'import sys; print(sys.executable)')
+            # The interpreter itself: no shim that may choose another one later, and not that of
+            # .venv, which may be removed.
+            python=$("$candidate" -c 'import sys
+print(getattr(sys, "_base_executable", "") or sys.executable)')
             return 0
         fi
     done
@@ -110,6 +112,7 @@ else
         die "there is no Python 3.10 or newer; install one, or name it with PYTHON="
 fi
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+build=$("$python" -c 'import sys; print(sys.version)')
 
 # shellcheck disable=SC2086 # as in has_liburing
 compiles() { printf '%s\n' "$1" | ${CC:-cc} -E "-I$include" - >/dev/null 2>&1; }
@@ -167,8 +170,8 @@ if [ -e "$unfinished" ]; then
     say "the last installation was interrupted: its packages may be incomplete"
     make_venv
 elif ! .venv/bin/python -c 'import sys
-v = "%d.%d" % sys.version_info[:2]
-sys.exit(sys.version_info < (3, 10) or sys.argv[1] not in ("", v))' "${PYTHON:+$version}" 2>/dev/null; then
+sys.exit(sys.version_info < (3, 10) or sys.argv[1] not in ("", sys.version))' \
+    "${PYTHON:+$build}" 2>/dev/null; then
     make_venv
 elif ! find_uv && ! has_pip && ! .venv/bin/python -m ensurepip >/dev/null 2>&1; then
     make_venv # one that nothing can be installed into

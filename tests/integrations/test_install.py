@@ -298,7 +298,7 @@ import gdsload
 with gdsload.accelerated():
     from transformers import AutoModel, AutoModelForCausalLM
 for cls in (AutoModel, AutoModelForCausalLM, AutoModel.__mro__[1]):
-    print(cls.from_pretrained.__func__.__code__.co_filename)
+    print(cls.from_pretrained.__func__.__globals__["__name__"])
 """
 
 

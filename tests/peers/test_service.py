@@ -370,14 +370,14 @@ def test_connection_of_a_reader_that_takes_its_answer_slowly_goes_on(
         transport = Transport()
 
         async def drain(self) -> None:
-            for _ in range(20):
+            for _ in range(40):
                 now[0] -= 1
                 await asyncio.sleep(0.05)
             now.append(0)  # from here on the reader takes nothing
             while not self.transport.aborted:
                 await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(service_module, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(service_module, "ANSWER_SECONDS", 1.0)
     writer = Writer()
     asyncio.run(service_module._taken(writer))  # type: ignore[arg-type]
     assert len(now) == 2, "it was ended while the reader took bytes"

@@ -289,7 +289,7 @@ def test_seal_with_endless_numbers_changes_no_byte(tmp_path: Path) -> None:
 AS_ANOTHER_USER = """
 import os, sys
 from pathlib import Path
-import gdsload
+import gdsload, xxhash  # while this user may read them
 sys.path[:0] = sys.argv[2:]
 from test_cache import MemoryFile, load, opened
 os.setgroups([])

@@ -397,6 +397,7 @@ def test_quiesced_local_file_is_opened_again_if_it_is_the_same(
         if changed:
             path.with_suffix(".new").write_bytes(b"behind")
             path.with_suffix(".new").rename(path)
+            file.verify_unchanged()  # nothing was read since
             for _ in range(2):
                 with pytest.raises(RemoteError, match="it was replaced by another file"):
                     file.read(0, 6)

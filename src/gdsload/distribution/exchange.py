@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.shard import Identity
-from gdsload.distribution.reader_group import DIFFERENT_READERS, ReaderGroup, node_id
+from gdsload.distribution.reader_group import DIFFERENT_READERS, ReaderGroup, node_id, rank_errors
 from gdsload.distribution.shares import (
     Box,
     Layout,
@@ -399,7 +399,8 @@ class Exchange:
 
             # The bytes may be used on any stream, and what was sent may be freed. Also without a
             # message: a rank copies what it keeps.
-            torch.cuda.current_stream(device).synchronize()
+            with rank_errors("does not answer"):  # what NCCL has queued fails here
+                torch.cuda.current_stream(device).synchronize()
 
     def _wanted(
         self, sources: Mapping[Rows, torch.Tensor], part: tuple[Rows, Rows], rank: int

@@ -83,7 +83,7 @@ class ReaderGroup:
         import torch.distributed as dist
 
         with (
-            _rank_errors("does not join the load"),
+            rank_errors("does not join the load"),
             _common_name(self._of, members, me, self._timeout) as name,
         ):
             store = _store()
@@ -138,7 +138,7 @@ class ReaderGroup:
         import torch
 
         data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
-        with _rank_errors("does not answer"):
+        with rank_errors("does not answer"):
             # The caller may have set another default device.
             lengths = self._all_of(torch.tensor([len(data)], device="cpu"), size)
             padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device="cpu")
@@ -173,7 +173,7 @@ class ReaderGroup:
         with capture_relaxed(device), taking(4, device, "a message to all ranks"):
             number = torch.ones(1, device=device)
         self.agree()
-        with _rank_errors("does not join the load"), capture_relaxed(device):
+        with rank_errors("does not join the load"), capture_relaxed(device):
             self._data = device_group("nccl", self._members, self._timeout, self._of)
             dist.all_reduce(number, group=self._data)
             number.item()  # waits
@@ -226,7 +226,7 @@ class ReaderGroup:
         Raises:
             RankError: Another rank has died, or does not answer in time.
         """
-        with _rank_errors("does not answer"):
+        with rank_errors("does not answer"):
             if device == "cpu":
                 works = [self._control.send([tensor], peer, 0) for peer, tensor in sent]
                 works += [self._control.recv([tensor], peer, 0) for peer, tensor in received]
@@ -360,7 +360,7 @@ def node_id() -> str:
 
 
 @contextmanager
-def _rank_errors(what: str) -> Iterator[None]:
+def rank_errors(what: str) -> Iterator[None]:
     """Turns errors of torch.distributed, which are RuntimeErrors, into RankError."""
     try:
         yield

@@ -406,14 +406,14 @@ class LocalCache:
                 f" {total - nbytes - sum(each.cached_bytes for each in idle):,} are in use"
                 f" ({SIZE_VARIABLE} sets the limit)"
             )
+        idle = [each for each in idle if os.access(each.directory, os.W_OK)]
+        if total - sum(each.cached_bytes for each in idle) > limit:
+            raise _NotCached(f"the files of other users leave no room for its {nbytes:,} bytes")
         for each in idle:
             if total <= limit:
                 break
-            with suppress(PermissionError):  # another user's
-                shutil.rmtree(each.directory)
-                total -= each.cached_bytes
-        if total > limit:
-            raise _NotCached(f"the files of other users leave no room for its {nbytes:,} bytes")
+            shutil.rmtree(each.directory)
+            total -= each.cached_bytes
 
     def entries(self) -> list[Cached]:
         """The files in the cache. Raises OSError."""

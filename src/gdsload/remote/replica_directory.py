@@ -255,7 +255,8 @@ class LocalFile(RemoteFile):
             offset += got
 
     def verify_unchanged(self) -> None:
-        self._opened()
+        if self._fd < 0 and not self._closed:
+            return  # nothing was read since `quiesce`; the next read compares
         try:
             changed = self._was_changed()
         except OSError as error:

@@ -23,9 +23,9 @@ LAST = "posix"  # the last candidate: it needs nothing but CUDA
 # Long enough that starting and draining matter little; three of them fit into the smallest load
 # that is measured. Not measured on a GPU yet.
 SAMPLE_BYTES = 256 << 20
-# A sample in more pieces than these says little about the storage: each is read alone, and is too
-# small to keep a backend busy. The first pieces of `load_file` have 64, 64 and 128 MiB.
-MOST_PIECES = 4
+# A sample of which more than a quarter came in pieces that are smaller than this share of it says
+# little about the storage: each piece is read alone, and is too small to keep a backend busy.
+SMALL_SHARE = 1 / 8
 
 
 class Benchmark:
@@ -58,7 +58,7 @@ class Benchmark:
             options: The options of the load. Rates of other options do not count.
         """
         self._names = names
-        self._bytes, self._pieces = Counter[str](), Counter[str]()
+        self._bytes, self._small_bytes = Counter[str](), Counter[str]()
         self._seconds = defaultdict[str, float](float)
         self._fixed_seconds: dict[str, float] = {}
         self.rates: dict[str, float] = {}
@@ -101,12 +101,12 @@ class Benchmark:
     def add(self, name: str, nbytes: int, seconds: float, fixed_seconds: float) -> None:
         """Adds a part of the sample of a candidate that took `fixed_seconds` to open."""
         self._bytes[name] += nbytes
-        self._pieces[name] += 1
+        self._small_bytes[name] += nbytes if nbytes < SMALL_SHARE * SAMPLE_BYTES else 0
         self._seconds[name] += seconds
         self._fixed_seconds[name] = fixed_seconds
         if self._bytes[name] >= SAMPLE_BYTES:
             self.rates[name] = self._bytes[name] / max(self._seconds[name], 1e-9)
-            if self._pieces[name] > MOST_PIECES:
+            if self._small_bytes[name] > SAMPLE_BYTES / 4:
                 self.not_cached = (
                     self.not_cached or "the reads were too small for a fair comparison"
                 )
