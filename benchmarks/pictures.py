@@ -250,7 +250,6 @@ def timeline(result: dict[str, Any]) -> Drawing:
 KINDS: dict[str, Callable[[dict[str, Any]], Drawing | None]] = {
     "loads": bars,
     "states": grouped,
-    "compare": bars,
     "best": bars,
     "engines": depths,
     "io": rates,
@@ -262,4 +261,6 @@ KINDS: dict[str, Callable[[dict[str, Any]], Drawing | None]] = {
 def drawing(result: dict[str, Any]) -> Drawing | None:
     """The picture of a result, None where there is nothing to draw."""
     draw = KINDS.get(result["kind"])
+    if result["kind"] == "loads" and len(result["arms"]) < 3:
+        return None  # two bars say no more than the table
     return draw(result) if draw else None

@@ -765,14 +765,16 @@ def test_picture_shows_median_and_extremes() -> None:
         "conditions": {"warm": True, "state": "none", "repeats": 3, "device": "cpu",
                        "idle_seconds": 0.0},
         "arms": [{"label": "a & b", "seconds": [2.0, 4.0, 3.0]},
-                 {"label": "gdsload", "seconds": [1.0, 1.0, 1.0]}],
+                 {"label": "gdsload", "seconds": [1.0, 1.0, 1.0]},
+                 {"label": "last", "seconds": [6.0, 6.0, 6.0]}],
     }  # fmt: skip
     text = pictures.drawing(result).text()
     assert text.index(">gdsload<") < text.index(">a &amp; b<")
     assert ">1.00 s<" in text
     assert ">3.00 s<" in text
-    gdsload, other = (int(width) for width in re.findall(r'width="(\d+)" height="14"', text))
-    assert other == pytest.approx(3 * gdsload, abs=3)
+    widths = [int(width) for width in re.findall(r'width="(\d+)" height="14"', text)]
+    assert widths == pytest.approx([widths[0], 3 * widths[0], 6 * widths[0]], abs=6)
+    assert pictures.drawing({**result, "arms": result["arms"][:2]}) is None
 
 
 def test_picture_of_plans_alone_is_absent() -> None:
@@ -804,11 +806,11 @@ def test_report_invalid_file_fails(tmp_path: Path) -> None:
 
 def test_report_of_files_draws_beside_them(tmp_path: Path) -> None:
     path = tmp_path / "warm.json"
-    path.write_text((render.RESULTS / "models-thin-moe-warm.json").read_text())
+    path.write_text((render.RESULTS / "warm-qwen3-0.6b-small.json").read_text())
     answer = run("bench", "report", path)
     assert answer.exit_code == 0, answer.output
     assert "median s" in answer.stdout
-    kept = render.PICTURES / "models-thin-moe-warm.svg"
+    kept = render.PICTURES / "warm-qwen3-0.6b-small.svg"
     assert path.with_suffix(".svg").read_text() == kept.read_text()
 
 
