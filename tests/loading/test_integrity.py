@@ -22,7 +22,9 @@ import gdsload
 import gpudoubles
 from command import answer, run
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
+from gated import gated
 from gdsload import warmup
+from gdsload._native.pump import set_throttle
 from gdsload.checkpoint import Checkpoint, Shard, manifest as manifest_module
 from gdsload.errors import (
     CheckpointError,
@@ -395,6 +397,41 @@ def test_prefetch_compares_what_another_one_has_read_without_comparing(source: P
         gdsload.load_file(source)
         assert compared.progress().claimed_bytes == nbytes
         assert plain.progress().claimed_bytes == 0
+
+
+def test_second_prefetch_that_compares_waits_for_the_first(source: Path) -> None:
+    options: dict[str, Any] = {"verify": "checksum", "cache": "buffered"}
+    with gated() as gate, gdsload.prefetch(source, backend="gated", **options) as first:
+        gate.request(0)
+        with gdsload.prefetch(source, backend="gated", **options) as second:
+            assert second.wait(0.1) is False
+            gate.open(0)
+            assert first.wait(60) and second.wait(60)
+            assert len(gate.requests) == 1
+            assert second.report.read_bytes == 0 < first.report.verified_bytes
+
+
+def test_prefetch_that_compares_hurries_once_a_load_waits(source: Path) -> None:
+    set_throttle(0, 1)  # reads ahead would never end
+    try:
+        options: dict[str, Any] = {"verify": "checksum", "cache": "buffered"}
+        with gdsload.prefetch(source, options={"engine": "threads"}, **options) as ahead:
+            gdsload.load_file(source)
+            assert set(gdsload.last_report().paths) == {"prefetched"}
+            assert ahead.wait()
+    finally:
+        set_throttle(0, 0)
+
+
+def test_manifest_is_of_the_files_of_one_directory(tmp_path: Path) -> None:
+    files = [tmp_path / name / "model.safetensors" for name in "ab"]
+    for number, file in enumerate(files, 1):
+        file.parent.mkdir()
+        save_file({file.parent.name: torch.zeros(number)}, file)
+        record(file.parent)
+    assert set(gdsload.load_file(files)) == {"a", "b"}
+    with pytest.raises(CheckpointError, match="several directories"):
+        gdsload.load_file(files, verify="checksum")
 
 
 def test_prefetch_to_a_device_compares_in_host_memory(doubles: Doubles, source: Path) -> None:

@@ -21,6 +21,7 @@ from gdsload import api
 from gdsload.backends import Memory
 from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError
+from gdsload.events import LoadEnded
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.readahead import prefetch
@@ -259,3 +260,34 @@ def test_quiesce_waits_for_the_load_of_a_model(checkpoint: Path) -> None:
     gdsload.from_pretrained(checkpoint, on_module_ready=ready)
     assert refused and all("is being read" in why for why in refused)
     gdsload.quiesce()
+
+
+def test_callback_of_a_prefetch_may_load_while_the_process_is_quiesced(checkpoint: Path) -> None:
+    inside, loaded = threading.Event(), threading.Event()
+
+    def load(event: object) -> None:
+        if isinstance(event, LoadEnded) and event.kind == "prefetch":
+            inside.set()
+            gdsload.load_file(checkpoint)
+            loaded.set()
+
+    with gdsload.prefetch(checkpoint, cache="buffered", on_event=load):
+        assert inside.wait(PATIENCE_SECONDS)
+        gdsload.quiesce(PATIENCE_SECONDS)
+        assert loaded.is_set()
+
+
+def test_callback_of_a_prefetch_that_does_not_return_is_named(checkpoint: Path) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def wait(event: object) -> None:
+        if isinstance(event, LoadEnded):
+            inside.set()
+            go.wait(PATIENCE_SECONDS)
+
+    with gdsload.prefetch(checkpoint, cache="buffered", on_event=wait):
+        assert inside.wait(PATIENCE_SECONDS)
+        with pytest.raises(GdsloadError, match="a callback has not returned"):
+            gdsload.quiesce(0.0)
+        go.set()
+        gdsload.quiesce(PATIENCE_SECONDS)

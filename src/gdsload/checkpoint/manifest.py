@@ -98,8 +98,16 @@ def command_for(checkpoint: Checkpoint, algorithm: str) -> str:
 
 def manifest_of(checkpoint: Checkpoint, algorithm: str = XXH3) -> Manifest:
     """The manifest beside the first shard, of any algorithm; a message asks for one of
-    `algorithm`. Raises as `read_manifest`."""
+    `algorithm`. Raises as `read_manifest`, and CheckpointError for shards of several
+    directories."""
     path, first = manifest_path(checkpoint), checkpoint.shards[0]
+    folders = {os.path.abspath(os.path.dirname(shard.path)) for shard in checkpoint.shards}
+    if len(folders) > 1:
+        raise CheckpointError(
+            f"{checkpoint.source}: its files are in several directories, and a manifest is of the"
+            " files of one: load those of each directory by themselves",
+            path=checkpoint.source,
+        )
     try:
         if first.directory is None:
             raw = _read(path, checkpoint.stall_seconds)

@@ -95,6 +95,7 @@ class Offer:
         self._known = Event()  # it was filled, or will never be
         self._unanswered: set[str] = set()  # checkpoints that may_hold_any_of got no answer for
         self.filler = 0  # the thread that fills it
+        self.awaited = False  # whether a load waits, or has waited, until it is filled
         self._progress_time = time.monotonic()
         self._batch: PrefetchBatch | None = None
         self._free: dict[Identity, list[OfferedRange]] = {}
@@ -164,12 +165,21 @@ class Offer:
         """
         if self.filler == threading.get_ident():
             return self._known.is_set()
+        self.awaited = True
         while not self._known.is_set():
             check()
-            if time.monotonic() - self._progress_time > stall_seconds:
+            if self.stalled(stall_seconds):
                 return False
             self._known.wait(min(_POLL_SECONDS, stall_seconds))
         return True
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long until it is filled, or withdrawn: whether it is."""
+        return self._known.wait(seconds)
+
+    def stalled(self, stall_seconds: float) -> bool:
+        """Whether its prefetch has made no progress for so long."""
+        return time.monotonic() - self._progress_time > stall_seconds
 
     def may_hold_any_of(self, checkpoint: Checkpoint) -> bool:
         """Whether files of a checkpoint may be among those that the prefetch is about to open.

@@ -285,6 +285,8 @@ class Prefetch(quiesce.Holder):
                     hint="stall_seconds sets the limit",
                 )
             self._offer.note_progress(batch.idle_seconds())
+            if self._offer.awaited:  # a load waits for bytes that are to be compared first
+                batch.hurry()
             batch.pause(0, -1, _POLL_SECONDS)
         if batch.error is not None:
             raise batch.error
@@ -333,20 +335,19 @@ class Prefetch(quiesce.Holder):
         return mine, others
 
     def _await_older(self, session: Session) -> None:
-        """Waits for older prefetches that are opening what may be the same files. Those never wait
-        for this one."""
-        end = time.monotonic() + session.stall_seconds
+        """Waits for older prefetches that are opening, or comparing, what may be the same files.
+        Those never wait for this one."""
+        mine = self.tier, self.report.device, self._offer.verify
         for older in takewhile(lambda one: one is not self, prefetches()):
-            theirs = older.tier, older.report.device
-            if theirs == (self.tier, self.report.device) and older._offer.may_hold_any_of(
-                session.checkpoint
-            ):
+            offer = older._offer
+            theirs = older.tier, older.report.device, offer.verify
+            if theirs == mine and offer.may_hold_any_of(session.checkpoint):
                 while (
                     self._state == OPENING
-                    and time.monotonic() < end
-                    and not older._posted.wait(_OTHER_POLL_SECONDS)
+                    and not offer.stalled(session.stall_seconds)
+                    and not offer.wait(_OTHER_POLL_SECONDS)
                 ):
-                    pass
+                    self._offer.note_progress()
 
     def _fail(self, error: GdsloadError) -> None:
         with self._lock:
@@ -456,13 +457,14 @@ class Prefetch(quiesce.Holder):
         imports_done()
 
     def busy(self) -> str:
-        """Internal: reads in progress. A snapshot carries bytes that were read."""
-        return "" if self._ended.is_set() else f"{self.source} is being prefetched"
-
-    def quiesce(self) -> None:
-        """Ends the thread. The files are closed already."""
+        """Internal: reads in progress, or a callback. A snapshot carries bytes that were read."""
+        if not self._ended.is_set():
+            return f"{self.source} is being prefetched"
         if self._thread not in (None, threading.current_thread()):
-            self._thread.join()
+            self._thread.join(_POLL_SECONDS)  # not for long: a callback may load, which waits
+            if self._thread.is_alive():
+                return f"{self.source} was prefetched, and a callback has not returned"
+        return ""
 
     @property
     def _over(self) -> bool:
