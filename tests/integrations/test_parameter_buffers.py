@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import equal
 import gdsload
 import tinymodels
+from gdsload import warmup
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.integrations.transformers.model_reader import MOSTLY_WRITTEN
 from gdsload.integrations.transformers.parameter_buffers import (
@@ -36,6 +38,7 @@ from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.loading.window_writer import NO_WAITING
 from gdsload.report import LoadReport
+from gdsload.system import available
 from pagemap import resident_pages
 from storage import make_cold
 from windows import small_windows
@@ -357,6 +360,27 @@ def test_page_cache_is_not_filled_where_casts_leave_no_room(
         del model
     assert decisions[0].startswith("filled: ")
     assert re.search("^not filled: .* bytes and .* for parameters leave too", decisions[1])
+
+
+@pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 casts by itself, after a read of ours")
+def test_memory_for_casts_is_taken_from_the_idle_part_of_a_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=6000, num_hidden_layers=1, **sizes)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    other = tmp_path / "other.safetensors"
+    save_file({"w": torch.zeros(64 << 20, dtype=torch.uint8)}, other)
+    with warmup.HostPool(1 << 30) as pool:
+        gdsload.load_file(other, cache="buffered")
+        held = pool.held_bytes
+
+        def left() -> Iterator[tuple[int, str]]:
+            yield available.SPARE_BYTES + held + (1 << 20) - pool.held_bytes, ""
+
+        monkeypatch.setattr(available, "_limits", left)
+        model = gdsload.from_pretrained(tmp_path, dtype=torch.float32)
+        assert model.dtype == torch.float32 and pool.held_bytes < held
 
 
 def test_writer_that_was_closed_posts_nothing(tiny_moe_checkpoint: Path) -> None:

@@ -11,6 +11,7 @@ import socket
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import host_pool, page_cache
 from gdsload.memory.host_buffers import current_pool
-from gdsload.planning.read_plan import byte_ranges_of
+from gdsload.planning.read_plan import Limits, byte_ranges_of, plan_reads
 from gdsload.synthetic import checkpoints
 from gdsload.system import available
 
@@ -637,6 +638,46 @@ def test_tensors_of_a_child_keep_their_bytes_when_the_parent_loads_others(tmp_pa
         assert pool.held_bytes <= 8 << 20
     ours.close()
     theirs.close()
+
+
+def test_a_child_keeps_no_memory_that_the_parent_frees(tiny_checkpoint: Path) -> None:
+    with warmup.HostPool(64 * UNIT) as pool:
+        by_load_file(tiny_checkpoint)
+        assert pool.held_bytes > 0
+        pid = fork()
+        if not pid:
+
+            def child() -> None:
+                for number in os.listdir("/proc/self/fd"):
+                    with suppress(FileNotFoundError):  # that of the directory itself
+                        assert "gdsload-pool" not in os.readlink(f"/proc/self/fd/{number}")
+                assert pool.held_bytes == 0 and pool.held() == []
+                pool.trim()
+
+            end_with(child)
+        assert os.waitpid(pid, 0)[1] == 0
+        pool.trim()
+        assert pool.held_bytes == 0
+
+
+def test_two_batches_do_not_find_the_same_room(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warmup.HostPool(64 * UNIT) as pool, Checkpoint.open(tiny_checkpoint) as checkpoint:
+        plan = plan_reads(
+            byte_ranges_of(checkpoint),
+            [shard.size for shard in checkpoint.shards],
+            Limits(1 << 20, 4096, 4),
+            io_mode_of=lambda *_: "buffered",
+        )
+        room = available.SPARE_BYTES + plan.read_bytes * 3 // 2
+        monkeypatch.setattr(available, "_limits", lambda: iter([(room, "")]))
+        first = pool.allocate(plan)
+        with pytest.raises(PlacementError):
+            pool.allocate(plan)
+        assert first is not None
+        first.end(None)
+        assert pool.allocate(plan) is not None
 
 
 def test_a_lease_counts_what_lives(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import BufferView, pools
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system import available, gpu, quiesce
-from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.lifecycle import fork_safe_lock, in_child
 
 # The unit in which memory is touched: targets of this size and more begin at one.
 UNIT_BYTES = 2 << 20
@@ -101,10 +101,12 @@ class PoolBuffers:
         self._pool, self._segment, self._plan = pool, segment, plan
         self._offsets, _ = _layout(plan)
         lend = segment.lease.lend
-        self.starts = [
-            BufferView(lend(segment.fd, offset, target.length, True), 0)
+        # The regions that are read to, and their bytes.
+        self.lengths: dict[Region, int] = {
+            lend(segment.fd, offset, target.length, True): target.length
             for offset, target in zip(self._offsets, plan.targets, strict=True)
-        ]
+        }
+        self.starts = [BufferView(region, 0) for region in self.lengths]
         self._private = lend(segment.fd, 0, segment.length, False)
 
     def views(self) -> dict[str, BufferView]:
@@ -119,6 +121,7 @@ class PoolBuffers:
         """Gives the buffers to the pool: with the bytes of this checkpoint, or, with None, without
         any, because a read has failed."""
         self.starts.clear()
+        self.lengths.clear()
         rows: list[tuple[int, _StoredRange]] = []
         for transfer in self._plan.transfers:
             offset = self._offsets[transfer.target] + transfer.target_offset
@@ -184,6 +187,7 @@ class HostPool(quiesce.Holder):
         self._lock = fork_safe_lock(self)
         self._segments: list[PoolSegment] = []  # the least recently used first
         self._stored: dict[Identity, list[_StoredRange]] = {}
+        self._of_parent: list[Region] = []  # mappings that a child of fork() must not end
         try:
             quiesce.register(self)
             pools.append(self)
@@ -299,11 +303,16 @@ class HostPool(quiesce.Holder):
         with self._lock:
             if self._closed:
                 return None
-            self._make_room(plan.read_bytes)
+            self.make_room(plan.read_bytes)
             segment = None
             try:
                 segment = self._take(_layout(plan)[1], plan.read_bytes)
-                return None if segment is None else PoolBuffers(self, segment, plan)
+                if segment is None:
+                    return None
+                buffers = PoolBuffers(self, segment, plan)
+                if not segment.source:  # fresh: its memory is taken as the reads progress
+                    available.take_room(buffers.lengths, plan.read_bytes)
+                return buffers
             except BaseException as error:
                 if segment is not None:
                     self._drop(segment)
@@ -411,8 +420,18 @@ class HostPool(quiesce.Holder):
         for segment in list(self._segments):
             segment.inherited = True
 
-    def _make_room(self, nbytes: int) -> None:
-        """Frees idle segments while the machine or its cgroup has less than `nbytes` available."""
+    def forget_parent(self) -> None:
+        """Internal: in a child of fork(): lets the parent free what it drops. The memory of tensors
+        stays, and so do pinned mappings, which only the parent may unpin."""
+        segments, self._segments = self._segments, []
+        self._stored = {}
+        self._of_parent = [segment.pinned for segment in segments if segment.pinned]
+        for segment in segments:
+            os.close(segment.fd)
+
+    def make_room(self, nbytes: int) -> None:
+        """Internal: frees idle segments while the machine or its cgroup has less than `nbytes`
+        available."""
         with self._lock:
             for segment in list(self._segments):
                 room = available.available_bytes()
@@ -481,4 +500,10 @@ def _before_fork() -> None:
         pool.leave_to_child()
 
 
+def _in_child() -> None:
+    for pool in pools:
+        pool.forget_parent()
+
+
 os.register_at_fork(before=_before_fork)
+in_child(_in_child)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Region
 from gdsload.errors import PlacementError
-from gdsload.memory.host_buffers import BufferView
+from gdsload.memory.host_buffers import BufferView, current_pool
 from gdsload.memory.tensors import bytes_at
 from gdsload.system.available import require_room
 from gdsload.system.torch_thread import copying
@@ -125,6 +125,8 @@ class ParameterBuffers:
         sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
         if not sizes:
             return
+        if (pool := current_pool()) is not None:
+            pool.make_room(sum(sizes))
         require_room(sum(sizes))
         try:
             self.region = region = Region.anonymous(sum(sizes))
