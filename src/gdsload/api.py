@@ -333,13 +333,16 @@ def load_into(
         report.wanted_bytes = sum(each.wanted.nbytes for each in found.destinations)
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
         state = into.WriteProgress(found.destinations)
+        sessions = []  # all are opened, with their backends, before the first byte is written
+        for where, group in by_device.items():
+            target = device_name.require_target(where)
+            how = settings.for_host() if target == "cpu" else settings
+            nbytes = sum(each.wanted.slice.nbytes for each in group)
+            opened = open_session(checkpoint, report, how, target, nbytes, verifier)
+            sessions.append((stack.enter_context(opened), group))
         with into.partial_errors(checkpoint.source, state, found.aliases):
-            for where, group in by_device.items():
-                target = device_name.require_target(where)
-                how = settings.for_host() if target == "cpu" else settings
-                nbytes = sum(each.wanted.slice.nbytes for each in group)
-                with open_session(checkpoint, report, how, target, nbytes, verifier) as session:
-                    into.write_all(session, group, state, advance)
+            for session, group in sessions:
+                into.write_all(session, group, state, advance)
     return report
 
 

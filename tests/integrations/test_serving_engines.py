@@ -401,6 +401,11 @@ def test_last_of_two_tensors_of_one_name_counts(model: Path) -> None:
     assert torch.equal(found["norm"], torch.zeros(2))
 
 
+def test_options_for_a_device_are_left_out_of_reads_to_host_memory(model: Path) -> None:
+    reader = WeightsReader({"options": {"threads": 4}})  # of gds_mt
+    assert_same(dict(reader.read(files_of(model), "cpu", log)), WEIGHTS)
+
+
 def test_reader_ends_the_load_when_it_is_closed(model: Path) -> None:
     weights = WeightsReader({}).read(files_of(model), "cpu", log)
     next(weights)

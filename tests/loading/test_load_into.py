@@ -19,8 +19,10 @@ import torch
 import gdsload
 from devicetensors import BACKENDS, TorchCuda, device_tensor, odd_tensors, raw
 from gated import gated
+from gdsload import api
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import (
+    BackendUnavailable,
     CheckpointError,
     FileChanged,
     GdsloadError,
@@ -785,3 +787,37 @@ def test_copies_to_a_gpu_by_way_of_the_host_are_waited_for(monkeypatch: pytest.M
         session: Any = SimpleNamespace(device=device)
         into._finish_copies(session, [destination])
     assert waited == ["cuda:1", "cuda:0"]
+
+
+def test_no_byte_is_written_if_the_backend_of_one_device_cannot_work(
+    device_targets: Callable[..., Tensors], path: Path, saved: Tensors, monkeypatch: Any
+) -> None:
+    """Options without a backend are for the device: host memory is read without them."""
+    targets = zeros(saved)
+    on_gpu = device_targets(saved)
+    targets["q"] = on_gpu["q"]
+    where = {id(targets["q"]): "cuda:0"}
+    monkeypatch.setattr(destinations, "device_of", lambda tensor: where.get(id(tensor), "cpu"))
+    with pytest.raises(TypeError, match="no option 'no_such'"):
+        gdsload.load_into(targets, path, options={"threads": 4, "no_such": 1})
+    assert not any(bool(raw(targets[name]).any()) for name in targets if name != "q")
+
+
+def test_backend_that_one_device_lacks_leaves_all_as_it_was(
+    device_targets: Callable[..., Tensors], path: Path, saved: Tensors, monkeypatch: Any
+) -> None:
+    targets = zeros(saved)
+    targets["q"] = device_targets(saved)["q"]
+    where = {id(targets["q"]): "cuda:0"}
+    monkeypatch.setattr(destinations, "device_of", lambda tensor: where.get(id(tensor), "cpu"))
+    opened = api.open_session
+
+    def refusing(*words: Any) -> Any:
+        if words[3] != "cpu":
+            raise BackendUnavailable("no such path", {})
+        return opened(*words)
+
+    monkeypatch.setattr(api, "open_session", refusing)
+    with pytest.raises(BackendUnavailable, match="no such path"):
+        gdsload.load_into(targets, path)
+    assert not any(bool(raw(targets[name]).any()) for name in targets if name != "q")

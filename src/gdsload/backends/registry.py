@@ -110,6 +110,16 @@ def built_in(name: str) -> type[Backend]:
     return backend
 
 
+def options_for_vram_alone() -> set[str]:
+    """The options of built-in backends for VRAM alone that no other has. Raises
+    BackendUnavailable."""
+    of_vram, others = set[str](), set[str]()
+    for name in BUILT_IN:
+        names = {option.name for option in built_in(name).options()}
+        (of_vram if name in _VRAM_ONLY else others).update(names)
+    return of_vram - others
+
+
 def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
     """All backends by name, and the reasons for those that were left out."""
     # Imported here: it takes 20 ms, which a load by a built-in backend does not need.

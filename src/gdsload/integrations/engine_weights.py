@@ -148,7 +148,10 @@ class WeightsReader:
 
         held = _Held()
         crowded = False
-        with closing(pairs(device, self._settings)) as on_device:  # type: ignore[type-var]
+        settings = self._settings
+        if device == "cpu" and settings.backend == "auto":
+            settings = settings.for_host()
+        with closing(pairs(device, settings)) as on_device:  # type: ignore[type-var]
             for name, tensor in on_device:
                 if crowded := held.exceeds(self._held_bytes):
                     del tensor

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import DRAM, reaches
-from gdsload.backends.registry import names as registered
+from gdsload.backends.registry import names as registered, options_for_vram_alone
 from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
@@ -72,11 +72,15 @@ class ReadSettings:
         return ReadSettings(**self.keywords() | changes)
 
     def for_host(self) -> ReadSettings:
-        """The settings for reads to host memory: a backend that cannot read there is "auto".
-        Raises BackendUnavailable for an unknown one."""
-        if reaches(self.backend, DRAM):
+        """The settings for reads to host memory: a backend that cannot read there is "auto", and
+        "auto" has no options of such backends. Raises BackendUnavailable for an unknown one."""
+        if not reaches(self.backend, DRAM):
+            return self.changed(backend="auto", options=None)
+        if self.backend != "auto" or not self.options:
             return self
-        return self.changed(backend="auto", options=None)
+        foreign = options_for_vram_alone()
+        own = {name: value for name, value in self.options.items() if name not in foreign}
+        return self.changed(options=own)
 
 
 def _replaced(backend: str, cache: str) -> tuple[str, str]:

@@ -97,7 +97,7 @@ class AutoBackend(Backend):
         kinds = {name: registry.built_in(name) for name in registry.BUILT_IN}
         others = {name: kind for name, kind in kinds.items() if name != LAST}
         last = kinds[LAST]
-        foreign = set().union(*map(_names_of_options, others.values())) - _names_of_options(last)
+        foreign = registry.options_for_vram_alone()
         own = {key: value for key, value in options.items() if key not in foreign}
         self._candidates, self._unprobed = {LAST: Candidate(last(**own))}, others
         self._requests: list[AutoRequest] = []
