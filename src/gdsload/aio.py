@@ -132,7 +132,7 @@ async def astream(
     step: asyncio.Future[Any] | None = None
     try:
         while True:
-            stop.over = False
+            stop.begun = stop.over = False
             step = _in_executor(stop.run, next, tensors, _END)
             name, tensor = await asyncio.shield(step)
             if tensor is None:
@@ -232,8 +232,11 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
 
 
 async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:
-    """Cancels what a thread loads, and waits for its end."""
+    """Cancels what a thread loads, and waits for its end, unless it has not begun."""
     stop.ask()
+    if not stop.begun:  # the executor has no thread left: the call raises at once if one gets free
+        load.cancel()
+        return
     # Retrieved, so that asyncio does not log it: also if this wait is cancelled as well.
     load.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     was_over = False

@@ -252,11 +252,11 @@ class LoadReport:
 
     def add(self, other: LoadReport) -> None:
         """Internal: adds another load: sums of its counts, bytes and times, and its texts where
-        this report has none."""
+        this report has none, but for its failure, which a library may have handled."""
         devices = self.device.split(",") if self.tensors else []
         self.device = ",".join(dict.fromkeys([*devices, *other.device.split(",")]))
         fields = {"spans"} | {name for name in vars(self) if name[0] != "_"}
-        self.merge(other, fields - {"source", "device", "verify"})
+        self.merge(other, fields - {"source", "device", "verify", "failure"})
         self.verify = other.verify
 
     def merge(self, other: LoadReport, names: Iterable[str]) -> None:
@@ -367,8 +367,12 @@ class LoadReport:
 
     def begin(self) -> None:
         """Internal: reports to observers, if there are any, that the load begins."""
-        observers = list(_observers.values())
-        if self._on_event is not None:
+        around = enclosing.get()
+        # One that reports events has those of this load among its own.
+        inside = around is not None and around is not self and around._publisher is not None
+        observers = [] if inside else list(_observers.values())
+        told = around._on_event if inside and around is not None else None
+        if self._on_event not in (None, told):
             observers.append(self._on_event)
         if observers:
             from gdsload.events import Publisher
@@ -404,6 +408,7 @@ class LoadReport:
             self.peak_rss_bytes = peak_rss_bytes()
             if (around := enclosing.get()) is not None and around is not self:
                 around.add(self)
+                around.publish()
             with _lock:
                 _last[:] = [self]
             if _log.isEnabledFor(logging.INFO):

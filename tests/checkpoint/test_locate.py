@@ -380,6 +380,14 @@ def test_link_to_another_directory_is_followed(tmp_path: Path) -> None:
     open_all(tmp_path / "way")
 
 
+def test_shard_name_that_the_system_cannot_write_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
+    assert "cannot be the name of a file here" in shard_name_fault("\u043c.safetensors")
+    assert shard_name_fault("\xe4.safetensors") == ""
+
+
 def test_shard_name_outside_the_directory_raises_even_if_it_exists(
     tmp_path: Path,
 ) -> None:

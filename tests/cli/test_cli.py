@@ -283,6 +283,21 @@ def test_run_ends_as_a_script_that_closes_its_output(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
+def test_run_ends_as_a_script_whose_output_only_writes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "class Tee:\n"
+        "    def __init__(self): self.out = sys.stdout\n"
+        "    def write(self, text): self.out.write(text)\n"
+        "    def flush(self): self.out.flush()\n"
+        "sys.stdout = Tee()\n"
+        "print('done')\n"
+    )
+    ended = process(COMMAND, "run", script)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [("BrokenPipeError", 1), ("EOFError", 1), ("KeyboardInterrupt", 130)]
 )

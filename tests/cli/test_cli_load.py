@@ -271,6 +271,17 @@ def test_filters_select_tensors(
     assert answer("plan", tiny_moe_checkpoint, *options)["tensors"] == len(expected)
 
 
+@pytest.mark.parametrize(("backend", "cache"), [("mmap", "mapped"), ("pread", "buffered")])
+def test_backend_of_safetensors_is_its_way_to_read(
+    tiny_checkpoint: Path, backend: str, cache: str
+) -> None:
+    facts = answer("load", tiny_checkpoint, "--backend", backend)["runs"][0]
+    assert (
+        facts["paths"].keys()
+        == answer("load", tiny_checkpoint, "--cache", cache)["runs"][0]["paths"].keys()
+    )
+
+
 @pytest.mark.parametrize("option", ["--layers=3:2", "--layers=a", "--experts=-1", "--names=re:("])
 def test_wrong_filter_is_a_usage_error(tiny_checkpoint: Path, option: str) -> None:
     assert run("plan", tiny_checkpoint, option).exit_code == 2

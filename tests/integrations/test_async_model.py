@@ -229,6 +229,28 @@ def test_loads_that_wait_for_their_turn_occupy_no_threads(source: Path) -> None:
         assert len(gate.requests) == 1, "a load that had no turn has read"
 
 
+def test_load_that_no_thread_has_begun_is_cancelled_at_once(source: Path) -> None:
+    busy = threading.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        other = loop.run_in_executor(None, busy.wait, 60)
+        loading = asyncio.create_task(gdsload.afrom_pretrained(source))
+        await asyncio.sleep(0.1)
+        loading.cancel()
+        assert [type(end) for end in await asyncio.gather(loading, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ]
+        assert not other.done()
+        busy.set()
+        assert await other
+
+    with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):
+        asyncio.run(main())
+        assert gate.requests == []
+
+
 def test_load_waits_for_one_of_another_event_loop(source: Path) -> None:
     def first() -> None:
         with gdsload.accelerated(cache="direct", backend="gated"):

@@ -194,6 +194,17 @@ def test_callback_error_ends_the_load(at: str, tmp_path: Path) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("word", ["options", "cache"])
+def test_wrong_word_in_a_callback_is_an_error_of_the_callback(word: str, tmp_path: Path) -> None:
+    def takes_nothing() -> None: ...
+
+    def ready(name: str, module: Any) -> None:
+        takes_nothing(**{word: 1})
+
+    with pytest.raises(TypeError, match="takes_nothing"):
+        gdsload.from_pretrained(saved("llama", tmp_path), on_module_ready=ready)
+
+
 def test_callback_runs_in_the_loading_thread(tmp_path: Path) -> None:
     threads = set()
     gdsload.from_pretrained(

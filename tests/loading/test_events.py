@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from gdsload.events import (
     PhaseEnded,
     Retried,
 )
+from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.readahead import prefetch as prefetch_module
-from gdsload.report import LoadReport, Span
+from gdsload.report import LoadReport, Span, enclosing
 from gpuauto import MIB, SMALL, rates_are
 from gpudoubles import ERRNO as GPU_ERRNO, Doubles
 
@@ -373,3 +375,32 @@ def test_load_without_observers_imports_no_events(checkpoint: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", code, checkpoint], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr
     assert "on_event" not in str(gdsload.last_report().to_dict())
+
+
+def test_load_inside_another_one_is_counted_once() -> None:
+    seen: list[Event] = []
+    own: list[Event] = []
+    stop = telemetry.observe(seen.append)
+    try:
+        outer = LoadReport("model", on_event=own.append)
+        with outer.whole(), held(enclosing, outer):
+            inner = LoadReport("part", on_event=own.append)
+            with suppress(ValueError), inner.whole():
+                inner.paths["posix/threads/direct"] = 10
+                raise ValueError("a library handles it")
+    finally:
+        stop()
+    for events_of in (seen, own):
+        assert len(of(LoadStarted, events_of)) == 1
+        (ended,) = of(LoadEnded, events_of)
+        assert ended.report is outer
+        assert [event.nbytes for event in of(PathUsed, events_of)] == [10]
+    assert outer.failure == "" and outer.paths == inner.paths
+
+
+def test_load_inside_a_report_without_events_has_its_own() -> None:
+    seen: list[Event] = []
+    outer = LoadReport("accelerated")  # which is no load
+    with held(enclosing, outer), LoadReport("model", on_event=seen.append).whole():
+        pass
+    assert [event.report.source for event in of(LoadEnded, seen)] == ["model"]

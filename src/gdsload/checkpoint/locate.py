@@ -308,6 +308,10 @@ def shard_name_fault(name: str) -> str:
     """Why an index may not name a shard like this; "" if it may. Shards are in its directory."""
     if any(character in name for character in "/\\\0"):
         return "is not the plain name of a file next to the index"
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        return f"cannot be the name of a file here: {error}"
     return "" if name.endswith(_SUFFIX) else f"does not end with {_SUFFIX}"
 
 

@@ -84,11 +84,11 @@ def load(
         if cold and checkpoint.remote:
             raise click.UsageError("--cold is for files of this machine")
     try:
-        ReadSettings(backend, cache)
+        chosen = ReadSettings(backend, cache)
     except ValueError as error:  # they contradict each other
         raise click.UsageError(str(error)) from error
     # It imports torch, which is not part of the measured time of the first load.
-    require_known(backend, settings.get("engine", "auto"), device)
+    require_known(chosen.backend, settings.get("engine", "auto"), device)
     runs: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
     for number in range(repeat):

@@ -46,7 +46,8 @@ class Commands(click.Group):
         """Runs a command and flushes its output."""
         try:
             code = super().invoke(ctx)
-            if sys.stdout is not None and not sys.stdout.closed:  # a script may close it
+            # A script may have closed it, or put an object there that has only its `write`.
+            if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
                 sys.stdout.flush()
         except KeyboardInterrupt:
             click.echo("gdsload: interrupted", err=True)

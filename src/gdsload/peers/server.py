@@ -35,6 +35,7 @@ from gdsload.peers.receiving import SMALL_FILE_BYTES, Receiving
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote.directory import is_file_name
+from gdsload.remote.messages import PAYLOAD_LIMIT_BYTES
 from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
@@ -193,6 +194,11 @@ class WeightServer:
             raise GdsloadError(
                 f"{self.url}: files other than the weights have {nbytes:,} bytes, and"
                 f" {SMALL_FILE_BYTES:,} is the limit for all of them"
+            )
+        if len(manifest) > PAYLOAD_LIMIT_BYTES:
+            raise GdsloadError(
+                f"{self.url}: the checksums have {len(manifest):,} bytes, and a reader takes"
+                f" {PAYLOAD_LIMIT_BYTES:,}: serve without them (checksums=False)"
             )
         self._publication = published(files, others, manifest)
         facts = memory.agent_name, memory.metadata(), self._plugin

@@ -153,7 +153,7 @@ def from_pretrained(
                 model = cls.from_pretrained(path, *args, **kwargs)
             except TypeError as error:
                 word = str(error).rpartition("unexpected keyword argument ")[2].strip("'")
-                if word not in ("cache", "options"):
+                if word not in ("cache", "options") or word not in kwargs:
                     raise
                 how = f"with gdsload.accelerated({word}=...): gdsload.from_pretrained(...)"
                 raise TypeError(f"from_pretrained has no keyword {word!r}: {how}") from error
