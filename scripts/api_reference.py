@@ -67,8 +67,8 @@ def page() -> str:
             *module_entries(backends),
             "## Backend options\n",
             "Passed as `options={...}`, with or without `backend=`. Without it, they are options of"
-            " the backend that gdsload chooses; reads to host memory leave out those of `gds` and"
-            " `gds_mt`, if the same call also reads to a GPU.\n",
+            " the backend that gdsload chooses. `load_into`, `from_pretrained` and the engines"
+            " leave out those of `gds` and `gds_mt` for what they read to host memory.\n",
             *option_tables(),
         ]
     )

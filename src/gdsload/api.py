@@ -333,7 +333,8 @@ def load_into(
         report.wanted_bytes = sum(each.wanted.nbytes for each in found.destinations)
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
         state = into.WriteProgress(found.destinations)
-        sessions = []  # all are opened, with their backends, before the first byte is written
+        # All are made before the first byte is written: a backend with a name or options opens.
+        sessions = []
         for where, group in by_device.items():
             target = device_name.require_target(where)
             how = settings.for_host() if target == "cpu" else settings
@@ -343,6 +344,7 @@ def load_into(
         with into.partial_errors(checkpoint.source, state, found.aliases):
             for session, group in sessions:
                 into.write_all(session, group, state, advance)
+                session.quiesce()  # the next one may need its descriptors
     return report
 
 

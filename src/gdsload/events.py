@@ -161,7 +161,7 @@ class Publisher:
     """Finds out what a report has recorded, and calls the observers. One for each load."""
 
     def __init__(self, report: LoadReport, observers: Sequence[OnEvent], kind: str) -> None:
-        self._report, self._observers, self._kind = report, observers, kind
+        self._report, self.observers, self._kind = report, observers, kind
         self._lock = fork_safe_lock(self)
         self._logged: set[tuple[str, type]] = set()  # of observers that cannot be remembered
         self._backend = ("", "", "")
@@ -228,7 +228,7 @@ class Publisher:
         return is_first
 
     def _call(self, event: Event) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             try:
                 observer(event)
             except Exception as error:

@@ -368,12 +368,10 @@ class LoadReport:
     def begin(self) -> None:
         """Internal: reports to observers, if there are any, that the load begins."""
         around = enclosing.get()
-        # One that reports events has those of this load among its own.
-        inside = around is not None and around is not self and around._publisher is not None
-        observers = [] if inside else list(_observers.values())
-        told = around._on_event if inside and around is not None else None
-        if self._on_event not in (None, told):
-            observers.append(self._on_event)
+        publisher = None if around is None or around is self else around._publisher
+        told = () if publisher is None else publisher.observers  # with the events of that one
+        wanted = [*_observers.values(), *([] if self._on_event is None else [self._on_event])]
+        observers = [each for each in wanted if each not in told]
         if observers:
             from gdsload.events import Publisher
 

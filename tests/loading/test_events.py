@@ -398,6 +398,19 @@ def test_load_inside_another_one_is_counted_once() -> None:
     assert outer.failure == "" and outer.paths == inner.paths
 
 
+def test_observer_that_comes_during_a_load_hears_of_those_inside_it() -> None:
+    seen: list[Event] = []
+    own: list[Event] = []
+    outer = LoadReport("model", on_event=own.append)
+    with outer.whole(), held(enclosing, outer):
+        stop = telemetry.observe(seen.append)
+        with LoadReport("part", on_event=own.append).whole():
+            pass
+        stop()
+    assert [event.report.source for event in of(LoadEnded, seen)] == ["part"]
+    assert [event.report.source for event in of(LoadEnded, own)] == ["model"]
+
+
 def test_load_inside_a_report_without_events_has_its_own() -> None:
     seen: list[Event] = []
     outer = LoadReport("accelerated")  # which is no load

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from gdsload.readahead.prefetch import PrefetchCancelled
 from gdsload.report import LoadReport
 from gdsload.system import device_name
 from gpudoubles import Doubles
+from waiting import wait_for
 from windows import small_windows
 
 NORM = "model.norm.weight"
@@ -409,6 +411,33 @@ def test_second_prefetch_that_compares_waits_for_the_first(source: Path) -> None
             assert first.wait(60) and second.wait(60)
             assert len(gate.requests) == 1
             assert second.report.read_bytes == 0 < first.report.verified_bytes
+
+
+def test_prefetch_that_compares_does_not_wait_for_one_of_other_tensors(source: Path) -> None:
+    with Checkpoint.open(source) as checkpoint:
+        one, other, *_ = checkpoint.tensors
+    options: dict[str, Any] = {"verify": "checksum", "cache": "buffered"}
+    with (
+        gated() as gate,
+        gdsload.prefetch(source, names=[one], backend="gated", **options) as first,
+        gdsload.prefetch(source, names=[other], backend="gated", **options) as second,
+    ):
+        gate.request(1)  # while nothing of the first one has been read
+        gate.open(0)
+        gate.open(1)
+        assert first.wait(60) and second.wait(60)
+
+
+def test_prefetch_without_checksums_yields_to_loads_that_want_other_files(source: Path) -> None:
+    set_throttle(0, 1)
+    try:
+        with gdsload.prefetch(source, cache="buffered", options={"engine": "threads"}) as ahead:
+            ahead._offer.awaited = True  # by a load of a file beside it
+            wait_for(lambda: ahead.progress().wanted_bytes > 0)
+            time.sleep(0.3)
+            assert ahead.progress().landed_bytes < ahead.progress().wanted_bytes
+    finally:
+        set_throttle(0, 0)
 
 
 def test_prefetch_that_compares_hurries_once_a_load_waits(source: Path) -> None:

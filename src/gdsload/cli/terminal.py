@@ -46,7 +46,7 @@ class Commands(click.Group):
         """Runs a command and flushes its output."""
         try:
             code = super().invoke(ctx)
-            # A script may have closed it, or put an object there that has only its `write`.
+            # A script may have closed it, or put an object there that has no `closed`.
             if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
                 sys.stdout.flush()
         except KeyboardInterrupt:

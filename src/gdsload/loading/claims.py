@@ -95,7 +95,8 @@ class Offer:
         self._known = Event()  # it was filled, or will never be
         self._unanswered: set[str] = set()  # checkpoints that may_hold_any_of got no answer for
         self.filler = 0  # the thread that fills it
-        self.awaited = False  # whether a load waits, or has waited, until it is filled
+        self.awaited = False  # whether somebody waits, or has waited, until it is filled
+        self._announced: set[tuple[Identity, int, int]] | None = None  # file, offset, bytes
         self._progress_time = time.monotonic()
         self._batch: PrefetchBatch | None = None
         self._free: dict[Identity, list[OfferedRange]] = {}
@@ -172,6 +173,15 @@ class Offer:
                 return False
             self._known.wait(min(_POLL_SECONDS, stall_seconds))
         return True
+
+    def announce(self, checkpoint: Checkpoint, ranges: Iterable[ByteRange]) -> None:
+        """Tells other prefetches the ranges that it will be filled with."""
+        self._announced = _places_of(checkpoint, ranges)
+
+    def may_get_any_of(self, checkpoint: Checkpoint, ranges: Iterable[ByteRange]) -> bool:
+        """Whether it may be filled with some of these ranges: before `announce` it may."""
+        announced = self._announced
+        return announced is None or not announced.isdisjoint(_places_of(checkpoint, ranges))
 
     def wait(self, seconds: float) -> bool:
         """Waits so long until it is filled, or withdrawn: whether it is."""
@@ -253,6 +263,13 @@ class Offer:
                 # no view, which would keep the memory of a device.
                 self._free[file][index : index + 1] = left or [rest[0]._replace(view=None)]
             return Claim(wanted, view, self._batch, found.first, found.last)
+
+
+def _places_of(
+    checkpoint: Checkpoint, ranges: Iterable[ByteRange]
+) -> set[tuple[Identity, int, int]]:
+    files = [shard.original for shard in checkpoint.shards]
+    return {(files[each.shard], each.offset, each.nbytes) for each in ranges}
 
 
 _lock = fork_safe_lock(sys.modules[__name__])

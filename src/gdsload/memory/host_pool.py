@@ -16,7 +16,7 @@ import resource
 import time
 from bisect import bisect_right
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from mmap import PAGESIZE
 from typing import NamedTuple
 
@@ -187,7 +187,6 @@ class HostPool(quiesce.Holder):
         self._lock = fork_safe_lock(self)
         self._segments: list[PoolSegment] = []  # the least recently used first
         self._stored: dict[Identity, list[_StoredRange]] = {}
-        self._of_parent: list[Region] = []  # mappings that a child of fork() must not end
         try:
             quiesce.register(self)
             pools.append(self)
@@ -306,7 +305,7 @@ class HostPool(quiesce.Holder):
             self.make_room(plan.read_bytes)
             segment = None
             try:
-                segment = self._take(_layout(plan)[1], plan.read_bytes)
+                segment = self._take(_layout(plan)[1])
                 if segment is None:
                     return None
                 buffers = PoolBuffers(self, segment, plan)
@@ -326,7 +325,7 @@ class HostPool(quiesce.Holder):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return most != resource.RLIM_INFINITY and len(self._segments) >= most // _DESCRIPTOR_SHARE
 
-    def _take(self, length: int, wanted_bytes: int) -> PoolSegment | None:
+    def _take(self, length: int) -> PoolSegment | None:
         if length > self.limit_bytes:
             return None
         while self.held_bytes + length > self.limit_bytes or self._too_many():
@@ -341,7 +340,6 @@ class HostPool(quiesce.Holder):
                 self._forget(idle)
                 return idle
             self._drop(idle)
-        available.require_room(wanted_bytes)
         self._segments.append(PoolSegment(length))
         return self._segments[-1]
 
@@ -425,17 +423,20 @@ class HostPool(quiesce.Holder):
         stays, and so do pinned mappings, which only the parent may unpin."""
         segments, self._segments = self._segments, []
         self._stored = {}
-        self._of_parent = [segment.pinned for segment in segments if segment.pinned]
         for segment in segments:
-            os.close(segment.fd)
+            if segment.pinned is not None:
+                _of_parents.append(segment.pinned)
+            with suppress(OSError):
+                os.close(segment.fd)
 
     def make_room(self, nbytes: int) -> None:
         """Internal: frees idle segments while the machine or its cgroup has less than `nbytes`
         available."""
         with self._lock:
             for segment in list(self._segments):
-                room = available.available_bytes()
-                if room is None or nbytes + available.SPARE_BYTES <= room:
+                enough = nbytes + available.SPARE_BYTES
+                room = available.available_bytes(enough)
+                if room is None or enough <= room:
                     return
                 if segment.idle:
                     self._drop(segment)
@@ -493,6 +494,10 @@ def _end(row: _StoredRange) -> int:
 
 def _start(row: _StoredRange) -> int:
     return row.start
+
+
+# Pinned mappings that this process has inherited: to end them is for the parent.
+_of_parents: list[Region] = []
 
 
 def _before_fork() -> None:

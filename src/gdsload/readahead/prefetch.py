@@ -258,6 +258,8 @@ class Prefetch(quiesce.Holder):
                 self._batch = batch  # last: `progress` takes no lock
             if session.verifier is None:
                 self._fill_offer(batch, ranges, session.device)
+            else:
+                self._offer.announce(session.checkpoint, ranges)
             self._posted.set()
             self.report.tensors = len(ranges)
             self.report.wanted_bytes = self._wanted_bytes
@@ -285,8 +287,8 @@ class Prefetch(quiesce.Holder):
                     hint="stall_seconds sets the limit",
                 )
             self._offer.note_progress(batch.idle_seconds())
-            if self._offer.awaited:  # a load waits for bytes that are to be compared first
-                batch.hurry()
+            if self._offer.awaited and batch.session.verifier is not None:
+                batch.hurry()  # its bytes are offered when all have been compared
             batch.pause(0, -1, _POLL_SECONDS)
         if batch.error is not None:
             raise batch.error
@@ -322,7 +324,7 @@ class Prefetch(quiesce.Holder):
         """The byte ranges that no other prefetch reads into the same tier and device, and compares
         in the same way, and the prefetches that read the rest."""
         shards = session.checkpoint.shards
-        self._await_older(session)
+        self._await_older(session, ranges)
         mine, others = list(ranges), []
         for other in prefetches():
             theirs = other.tier, other._offer.device, other._offer.verify
@@ -334,9 +336,9 @@ class Prefetch(quiesce.Holder):
                 others.append(other)
         return mine, others
 
-    def _await_older(self, session: Session) -> None:
-        """Waits for older prefetches that are opening, or comparing, what may be the same files.
-        Those never wait for this one."""
+    def _await_older(self, session: Session, ranges: Sequence[ByteRange]) -> None:
+        """Waits for older prefetches that are opening what may be the same files, or comparing some
+        of these ranges. Those never wait for this one."""
         mine = self.tier, self.report.device, self._offer.verify
         for older in takewhile(lambda one: one is not self, prefetches()):
             offer = older._offer
@@ -346,8 +348,10 @@ class Prefetch(quiesce.Holder):
                     self._state == OPENING
                     and not offer.stalled(session.stall_seconds)
                     and not offer.wait(_OTHER_POLL_SECONDS)
+                    and offer.may_get_any_of(session.checkpoint, ranges)
                 ):
                     self._offer.note_progress()
+                    offer.awaited = offer.awaited or self._offer.awaited
 
     def _fail(self, error: GdsloadError) -> None:
         with self._lock:
@@ -426,8 +430,10 @@ class Prefetch(quiesce.Holder):
             left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
-            if threading.current_thread() is threading.main_thread() and (batch := self._batch):
-                batch.hurry()
+            if threading.current_thread() is threading.main_thread():
+                self._offer.awaited = True  # one that it waits for may have to compare
+                if batch := self._batch:
+                    batch.hurry()
             self._ended.wait(min(left, _POLL_SECONDS))
         if self._error is not None:
             raise copy(self._error)  # the original would collect the frames of every caller
