@@ -252,11 +252,11 @@ class LoadReport:
 
     def add(self, other: LoadReport) -> None:
         """Internal: adds another load: sums of its counts, bytes and times, and its texts where
-        this report has none, but for its failure, which a library may have handled."""
+        this report has none."""
         devices = self.device.split(",") if self.tensors else []
         self.device = ",".join(dict.fromkeys([*devices, *other.device.split(",")]))
         fields = {"spans"} | {name for name in vars(self) if name[0] != "_"}
-        self.merge(other, fields - {"source", "device", "verify", "failure"})
+        self.merge(other, fields - {"source", "device", "verify"})
         self.verify = other.verify
 
     def merge(self, other: LoadReport, names: Iterable[str]) -> None:
@@ -400,6 +400,8 @@ class LoadReport:
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise
+        else:
+            self.failure = ""  # one of a load inside it was handled
         finally:
             self.seconds = time.monotonic() - start
             self.cpu_seconds = time.process_time() - cpu
