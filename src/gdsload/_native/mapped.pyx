@@ -84,6 +84,7 @@ cdef struct Stream:
     char *base                   # NULL: none
     uint64_t offset              # of `base` in the file
     uint64_t end                 # of the read in the file
+    uint64_t kept                # where the range in the file begins that it has in page tables
     int huge                     # whether it asks for huge folios; never without `base`
     uint64_t until               # bytes of the read at the next choice
     uint64_t measured            # bytes of the read at the last choice
@@ -118,13 +119,15 @@ cdef void leave_mark(const Read *read, uint64_t offset) noexcept nogil:
     close(fd)
 
 
-cdef void forget(Stream *stream, uint64_t offset, uint64_t length) noexcept nogil:
-    """Takes a range of the file out of the page tables of a stream: it would count twice as memory.
+cdef void forget(Stream *stream, uint64_t end) noexcept nogil:
+    """Takes what a stream has read out of its page tables, two units at a time: it would count twice
+    as memory. Each time all processors of the process are interrupted.
 
     Unmapping it would stop all other threads that map something.
     """
-    if stream.base != NULL:
-        advise(stream.base + (offset - stream.offset), length, MADV_DONTNEED)
+    if stream.base != NULL and end - stream.kept >= 2 * UNIT_BYTES:
+        advise(stream.base + (stream.kept - stream.offset), end - stream.kept, MADV_DONTNEED)
+        stream.kept = end
 
 
 cdef void close_stream(Stream *stream) noexcept nogil:
@@ -146,6 +149,7 @@ cdef void open_stream(Stream *stream, const Read *read, uint64_t done, int huge)
     stream.offset = <uint64_t>page_floor(<uintptr_t>offset)
     stream.end = read.offset + read.length
     stream.huge = 0
+    stream.kept = stream.offset
     length = stream.end - stream.offset
     fd = open_again(read)
     if fd >= 0:
@@ -233,7 +237,7 @@ cdef void take_faults(int sink, char *address, uint64_t length) noexcept nogil:
 
 
 cdef int64_t read_unit(
-    const Read *read, const Stream *stream, int sink, uint64_t done, uint64_t length
+    const Read *read, Stream *stream, int sink, uint64_t done, uint64_t length
 ) noexcept nogil:
     """Reads part of a unit into the page cache, and maps it: bytes, or -errno if nothing was read.
 
@@ -245,6 +249,7 @@ cdef int64_t read_unit(
     cdef int64_t got
     if stream.base != NULL:
         populate(stream.base + (offset - stream.offset), length)
+        forget(stream, offset + length)
     else:  # page faults would read page by page, or far more than the unit
         posix_fadvise(read.fd, <int64_t>offset, <int64_t>length, POSIX_FADV_WILLNEED)
     if populate(read.address + done, length) == 0:
@@ -330,7 +335,6 @@ cdef int64_t read_mapped(
             or monotonic_ns() > latest
         ):
             break
-        forget(&stream, read.offset + done - length, length)
     pthread_mutex_lock(&folios.lock)
     measure(&stream, folios, done)
     pthread_mutex_unlock(&folios.lock)
