@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -268,6 +269,7 @@ def test_callback_of_a_prefetch_may_load_while_the_process_is_quiesced(checkpoin
     def load(event: object) -> None:
         if isinstance(event, LoadEnded) and event.kind == "prefetch":
             inside.set()
+            time.sleep(0.2)  # meanwhile `quiesce` waits for this callback
             gdsload.load_file(checkpoint)
             loaded.set()
 
