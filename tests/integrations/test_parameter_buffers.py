@@ -342,13 +342,18 @@ def test_transformers_concatenates_rows_without_copying(
     assert tinymodels.differences(stock, ours) == []
 
 
+def save_wide(directory: Path) -> None:
+    """A model in bfloat16 of several MB."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=6000, num_hidden_layers=1, **sizes)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
+
+
 @pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 casts by itself, after a read of ours")
 def test_page_cache_is_not_filled_where_casts_leave_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=6000, num_hidden_layers=1, **sizes)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    save_wide(tmp_path)
     file = tmp_path / "model.safetensors"
     size = file.stat().st_size
     monkeypatch.setattr(page_cache_fill, "available_bytes", lambda: 2 * size)
@@ -366,9 +371,7 @@ def test_page_cache_is_not_filled_where_casts_leave_no_room(
 def test_memory_for_casts_is_taken_from_the_idle_part_of_a_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=6000, num_hidden_layers=1, **sizes)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    save_wide(tmp_path)
     other = tmp_path / "other.safetensors"
     save_file({"w": torch.zeros(64 << 20, dtype=torch.uint8)}, other)
     with warmup.HostPool(1 << 30) as pool:

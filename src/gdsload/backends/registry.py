@@ -110,13 +110,17 @@ def built_in(name: str) -> type[Backend]:
     return backend
 
 
+def names_of_options(kind: type[Backend]) -> set[str]:
+    """The names of a backend's options."""
+    return {option.name for option in kind.options()}
+
+
 def options_for_vram_alone() -> set[str]:
     """The options of built-in backends for VRAM alone that no other has. Raises
     BackendUnavailable."""
     of_vram, others = set[str](), set[str]()
     for name in BUILT_IN:
-        names = {option.name for option in built_in(name).options()}
-        (of_vram if name in _VRAM_ONLY else others).update(names)
+        (of_vram if name in _VRAM_ONLY else others).update(names_of_options(built_in(name)))
     return of_vram - others
 
 

@@ -176,12 +176,15 @@ class Offer:
 
     def announce(self, checkpoint: Checkpoint, ranges: Iterable[ByteRange]) -> None:
         """Tells other prefetches the ranges that it will be filled with."""
-        self._announced = _places_of(checkpoint, ranges)
+        files = [shard.original for shard in checkpoint.shards]
+        self._announced = {(files[each.shard], each.offset, each.nbytes) for each in ranges}
 
     def may_get_any_of(self, checkpoint: Checkpoint, ranges: Iterable[ByteRange]) -> bool:
         """Whether it may be filled with some of these ranges: before `announce` it may."""
-        announced = self._announced
-        return announced is None or not announced.isdisjoint(_places_of(checkpoint, ranges))
+        if (announced := self._announced) is None:
+            return True
+        files = [shard.original for shard in checkpoint.shards]
+        return any((files[each.shard], each.offset, each.nbytes) in announced for each in ranges)
 
     def wait(self, seconds: float) -> bool:
         """Waits so long until it is filled, or withdrawn: whether it is."""
@@ -263,13 +266,6 @@ class Offer:
                 # no view, which would keep the memory of a device.
                 self._free[file][index : index + 1] = left or [rest[0]._replace(view=None)]
             return Claim(wanted, view, self._batch, found.first, found.last)
-
-
-def _places_of(
-    checkpoint: Checkpoint, ranges: Iterable[ByteRange]
-) -> set[tuple[Identity, int, int]]:
-    files = [shard.original for shard in checkpoint.shards]
-    return {(files[each.shard], each.offset, each.nbytes) for each in ranges}
 
 
 _lock = fork_safe_lock(sys.modules[__name__])

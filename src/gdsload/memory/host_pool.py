@@ -97,17 +97,19 @@ class PoolBuffers:
     """
 
     def __init__(self, pool: HostPool, segment: PoolSegment, plan: ReadPlan) -> None:
-        """Raises OSError if the segment cannot be mapped."""
+        """Raises OSError if the segment cannot be mapped, and PlacementError if a new one has no
+        room in memory."""
         self._pool, self._segment, self._plan = pool, segment, plan
         self._offsets, _ = _layout(plan)
         lend = segment.lease.lend
-        # The regions that are read to, and their bytes.
-        self.lengths: dict[Region, int] = {
+        lengths: dict[Region, int] = {
             lend(segment.fd, offset, target.length, True): target.length
             for offset, target in zip(self._offsets, plan.targets, strict=True)
         }
-        self.starts = [BufferView(region, 0) for region in self.lengths]
+        self.starts = [BufferView(region, 0) for region in lengths]
         self._private = lend(segment.fd, 0, segment.length, False)
+        if not segment.source:  # new: its memory is taken as the reads progress
+            available.take_room(lengths, plan.read_bytes)
 
     def views(self) -> dict[str, BufferView]:
         """The memory of each byte range of the plan, by name. Empty ranges are left out."""
@@ -121,7 +123,6 @@ class PoolBuffers:
         """Gives the buffers to the pool: with the bytes of this checkpoint, or, with None, without
         any, because a read has failed."""
         self.starts.clear()
-        self.lengths.clear()
         rows: list[tuple[int, _StoredRange]] = []
         for transfer in self._plan.transfers:
             offset = self._offsets[transfer.target] + transfer.target_offset
@@ -306,12 +307,7 @@ class HostPool(quiesce.Holder):
             segment = None
             try:
                 segment = self._take(_layout(plan)[1])
-                if segment is None:
-                    return None
-                buffers = PoolBuffers(self, segment, plan)
-                if not segment.source:  # fresh: its memory is taken as the reads progress
-                    available.take_room(buffers.lengths, plan.read_bytes)
-                return buffers
+                return None if segment is None else PoolBuffers(self, segment, plan)
             except BaseException as error:
                 if segment is not None:
                     self._drop(segment)

@@ -124,7 +124,7 @@ class AutoBackend(Backend):
         """Probes the candidates besides the last one, once. None is opened."""
         kinds, self._unprobed = self._unprobed, {}
         for name, kind in kinds.items():
-            if foreign := self._options.keys() - _names_of_options(kind):
+            if foreign := self._options.keys() - registry.names_of_options(kind):
                 self._refusals[name] = f"it has no option {', '.join(sorted(foreign))}"
             elif registry.is_usable(kind, self._device, self._refusals):
                 try:
@@ -465,7 +465,3 @@ def is_temporary(error: Exception) -> bool:
     cause = error.__cause__ if isinstance(error, BackendUnavailable) else error
     short = isinstance(cause, OSError) and cause.errno in _SHORTAGES
     return short or isinstance(error, PlacementError)
-
-
-def _names_of_options(kind: type[Backend]) -> set[str]:
-    return {option.name for option in kind.options()}
