@@ -6,6 +6,7 @@ to divide, which may be of version 1.
 
 from __future__ import annotations
 
+import ast
 import errno
 import fcntl
 import functools
@@ -17,7 +18,7 @@ import subprocess
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -427,15 +428,9 @@ print(sorted((name, zlib.crc32(tensor.numpy())) for name, tensor in got.items())
 """
 
 
-@pytest.mark.parametrize("cache", ["direct", "buffered"])
-@pytest.mark.parametrize("limit", ["memory_max", "io_max"])
-def test_load_under_a_limit_of_a_cgroup_is_complete(
-    expected: tuple[Path, dict[str, torch.Tensor]], cache: str, limit: str
-) -> None:
-    folder, tensors = expected
-    path = folder / NAME
-    page_cache.evict(path)
-    # The page cache of the cgroup is smaller than the file and the process.
+@contextmanager
+def limited(path: Path, limit: str) -> Iterator[Path]:
+    """The members of a cgroup that reads `path` slowly, or whose page cache is smaller than it."""
     with ExitStack() as stack:
         try:
             parent = os.environ.get("GDSLOAD_TEST_CGROUP") or stack.enter_context(
@@ -448,9 +443,44 @@ def test_load_under_a_limit_of_a_cgroup_is_complete(
             members = stack.enter_context(mounts.cgroup(Path(parent), **{limit: value}))
         except records.Refused as refused:
             pytest.skip(str(refused))
+        yield members
+
+
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+@pytest.mark.parametrize("limit", ["memory_max", "io_max"])
+def test_load_under_a_limit_of_a_cgroup_is_complete(
+    expected: tuple[Path, dict[str, torch.Tensor]], cache: str, limit: str
+) -> None:
+    folder, tensors = expected
+    path = folder / NAME
+    page_cache.evict(path)
+    with limited(path, limit) as members:
         printed = python(CGROUP_LOAD, path, cache, members)
     sums = sorted((name, zlib.crc32(tensor.numpy())) for name, tensor in tensors.items())
     assert printed == str(sums)
+
+
+SLOW_FILL = """
+import sys, gdsload
+from pathlib import Path
+Path(sys.argv[2]).write_text("0")  # this process
+import torch
+gdsload.load_file(sys.argv[1], page_cache="fill", progress=False)
+print(gdsload.last_report().paths)
+"""
+
+
+def test_what_a_slow_disk_has_read_ahead_was_not_in_the_page_cache_before(
+    expected: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    path = expected[0] / NAME
+    make_cold(path)
+    with limited(path, "io_max") as members:
+        paths = ast.literal_eval(python(SLOW_FILL, path, members))
+    if "posix/threads/mapped" not in paths:
+        pytest.skip("the page cache was not filled")
+    assert paths["posix/threads/mapped"] >= sum(t.nbytes for t in expected[1].values())
+    assert "mapped" not in paths
 
 
 LOADS = [

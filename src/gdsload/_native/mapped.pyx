@@ -273,10 +273,13 @@ cdef uint64_t present_bytes(const Read *read, uint64_t done, uint64_t length) no
 
 
 cdef void find_present(const Read *read, uint8_t *present) noexcept nogil:
-    """Notes for each unit of a read whether it is in the page cache. To be called before anything is
-    read: what the kernel reads ahead counts as well."""
+    """Notes for each unit of a read whether it was in the page cache before anything was read. Of a
+    read that goes on after it ended short, no unit counts: what the kernel has read ahead is there."""
     cdef uint64_t done = 0, length, number = 0
-    cdef int any_is = present_bytes(read, 0, read.length) > 0
+    cdef int goes_on = read.memory != NULL and read.memory.looked_up
+    cdef int any_is = not goes_on and present_bytes(read, 0, read.length) > 0
+    if read.memory != NULL:
+        read.memory.looked_up = 1
     while done < read.length:
         length = unit_part(read, done)
         present[number] = any_is and present_bytes(read, done, length) >= length

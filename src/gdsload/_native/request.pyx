@@ -172,6 +172,7 @@ cdef class Request:
             op.posted_ns = op.done_ns = 0
             op.memory.huge_units = op.memory.small_units = 0
             op.memory.bounced_bytes = op.memory.present_bytes = 0
+            op.memory.looked_up = 0
             op.direct = (
                 op.io_mode == DIRECT
                 and file.direct_fd >= 0
