@@ -29,6 +29,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.distribution import reader_group, shared_load
 from gdsload.distribution.reader_group import ReaderGroup, device_group
 from gdsload.integrations.engine_weights import WeightsReader
+from gdsload.loading import claims
 from gdsload.loading.batch import Batch
 from gdsload.memory import page_cache
 from gdsload.system import available
@@ -505,6 +506,25 @@ def slow_rank(folder: Path) -> Any:
     return facts(ours, expected(folder))
 
 
+def slow_prefetch(folder: Path) -> Any:
+    """Rank 1 waits for a prefetch that compares checksums for longer than the others wait."""
+    offer = claims.Offer(str(folder), verify="checksum")
+
+    def compare() -> None:
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            offer.note_progress()
+            time.sleep(0.1)
+        claims.withdraw(offer)
+
+    dist.barrier()
+    if dist.get_rank() == 1:
+        claims.offer(offer)
+        threading.Thread(target=compare).start()
+    ours = gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=4)
+    return facts(ours, expected(folder))
+
+
 def missed(folder: Path) -> Any:
     """The ranks meet again when one of them, the first or another one, has missed a load."""
     for absent in (0, 1):
@@ -628,5 +648,5 @@ CASES = (
     unknown_name, unknown_shard, failed_read, rewritten, no_room,
     no_room_together, own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device,
     failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
-    devices, silent_rank, late_exchange, slow_rank, missed,
+    devices, silent_rank, late_exchange, slow_rank, slow_prefetch, missed,
 )  # fmt: skip

@@ -74,7 +74,7 @@ def found(
     [
         *("whole", "warm", "cold", "windows", "dimensions", "slices", "byte_columns", "experts"),
         *("of_engine", "again", "default_device", "later", "subgroup", "other_windows"),
-        *("other_source", "own_limit", "slow_rank", "missed", "late_exchange"),
+        *("other_source", "own_limit", "slow_rank", "slow_prefetch", "missed", "late_exchange"),
     ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(

@@ -25,7 +25,7 @@ from safetensors.torch import load_file as reference_load_file, save_file
 
 import gdsload
 from command import run
-from gated import Gate, gated
+from gated import Gate, GatedBackend, gated
 from gdsload.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, FileChanged, PlacementError, ReadError
 from gdsload.loading import claims
@@ -41,6 +41,7 @@ from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
 from gdsload.system.cancellation import CancelToken, LoadCancelled
 from storage import make_cold
+from waiting import wait_for
 
 PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
@@ -247,6 +248,20 @@ def test_load_that_waits_for_a_prefetch_can_be_cancelled(checkpoint: Path) -> No
     assert len(failures) == 1
 
 
+@pytest.mark.parametrize(
+    ("source", "shard"),
+    [
+        ("s3://b/m/model.safetensors.index.json", "s3://b/m/model-00001-of-00002.safetensors"),
+        ("s3://b/m", "s3://b/m/model-00001-of-00002.safetensors"),
+        ("replicas:///a/x.safetensors|/b/x.safetensors", "replicas:///a|/b/x.safetensors"),
+    ],
+)
+def test_load_of_a_url_waits_for_a_prefetch_of_it(source: str, shard: str) -> None:
+    offer = claims.Offer(source)
+    assert offer.may_hold(shard)
+    assert not offer.may_hold(shard.replace("/m/", "/n/").replace("/a|", "/c|"))
+
+
 def test_offer_that_a_signal_handler_clears_while_it_is_cleared_ends(checkpoint: Path) -> None:
     offer = claims.Offer(str(checkpoint))
     with offer._lock:  # a handler interrupts its holder
@@ -420,6 +435,34 @@ def test_what_a_prefetch_loses_the_load_reads_itself(
     ahead.close()
 
 
+def test_reads_into_the_page_cache_have_the_size_that_the_backend_accepts(
+    checkpoint: Path, gate: Gate
+) -> None:
+    for file in checkpoint.glob("*.safetensors"):
+        make_cold(file)
+    with gdsload.prefetch(checkpoint, tier="pagecache", backend="gated"):
+        sizes = [transfer.length for transfer in gate.request().transfers]
+        gate.open()
+    assert max(sizes) == GatedBackend().limits().max_request
+
+
+def test_gaps_that_were_read_do_not_count_as_wanted_bytes(tmp_path: Path, gate: Gate) -> None:
+    """Every second tensor: half of what is read."""
+    path = tmp_path / "model.safetensors"
+    whole = {f"t{i:03}": torch.full((32 << 10,), i, dtype=torch.uint8) for i in range(128)}
+    save_file(whole, path)
+    ahead = gdsload.prefetch(path, backend="gated", names=sorted(whole)[::2], **READ)
+    count = len(gate.request().transfers)
+    await_reading(ahead)
+    gate.open(count=count - 4)
+    wait_for(lambda: ahead.progress().landed_bytes > ahead.progress().wanted_bytes // 2)
+    progress = ahead.progress()
+    assert progress.landed_bytes < progress.wanted_bytes == 64 * (32 << 10)
+    ahead.cancel()
+    with pytest.raises(PrefetchCancelled):
+        ahead.wait(PATIENCE_SECONDS)
+
+
 def test_cancelling_one_leaves_the_others_alone(checkpoint: Path, gate: Gate) -> None:
     other = shutil.copytree(checkpoint, checkpoint.with_name("other"))
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as first:
@@ -589,8 +632,8 @@ def test_who_waits_in_the_main_thread_imports_nothing(
         thread.start()
         thread.join()
         assert waits == []
-        while not waits:  # it may take longer than that to get there
-            ahead.wait(0.01)
+        # It may take longer than that to get there.
+        wait_for(lambda: ahead.wait(0.01) or waits)
         assert set(waits) == {threading.main_thread().name}
 
 
@@ -821,7 +864,7 @@ def test_it_needs_no_torch_and_ends_with_its_process(checkpoint: Path) -> None:
     [
         ("", "gdsload.load_file(source)", True, "as before"),
         ("", "ahead.close()", True, "as before"),
-        ("", "gc.set_threshold(5, 6, 7); gdsload.load_file(source)", True, (5, 6, 7)),
+        ("", "gc.set_threshold(5, 6, 0); gdsload.load_file(source)", True, (5, 6, 0)),
         ("gc.set_threshold(20_000)", "ahead.close()", False, "as before"),
         ("gc.disable()", "ahead.close()", False, "as before"),
         ("import torch", "ahead.close()", False, "as before"),
@@ -850,8 +893,8 @@ def test_memory_of_a_closed_prefetch_goes_back(checkpoint: Path) -> None:
     region = next(iter(landing._free.values()))[0].view.region  # type: ignore[union-attr]
     held = sys.getrefcount(region)
     ahead.close()
-    # The name here and getrefcount's own argument: nobody else keeps the mapping.
-    assert held > sys.getrefcount(region) == 2
+    # The name here and getrefcount's own argument, which may be one: nobody else keeps the mapping.
+    assert held > sys.getrefcount(region) <= 2
 
 
 def test_failed_prefetch_holds_no_reference_to_frames_that_waited(tmp_path: Path) -> None:

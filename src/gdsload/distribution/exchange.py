@@ -260,6 +260,8 @@ class Exchange:
             RankError: Another rank has failed.
             GdsloadError: As for `load_file`.
         """
+        self._answer_at = time.monotonic() + self._readers.patience_seconds
+        self._session.watch = self._stay_in_touch
         self._post_next()
         if not self._posted:
             self._readers.finish()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.checkpoint.locate import hub_folder
-from gdsload.errors import StallError
+from gdsload.errors import CheckpointError, StallError
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange
-from gdsload.remote.urls import is_url
+from gdsload.remote.urls import is_url, split_file
 from gdsload.report import LoadReport
 from gdsload.system.cancellation import check
 from gdsload.system.gc_control import collector_paused, imports_done
@@ -44,6 +44,10 @@ READING, READ, LOST = "reading", "read", "lost"
 _POLL_SECONDS = 0.1  # a cancelled load waits this long at most
 _LOOK_SECONDS = 2.0  # for the answer of a mount
 _start = attrgetter("start")
+
+
+def nothing() -> None:
+    """The `watch` of a load that has nothing else to do."""
 
 
 class OfferedRange(NamedTuple):
@@ -158,17 +162,18 @@ class Offer:
         """The prefetch made progress so many seconds ago: loads go on waiting for it."""
         self._progress_time = time.monotonic() - idle_seconds
 
-    def await_filled(self, stall_seconds: float) -> bool:
+    def await_filled(self, stall_seconds: float, watch: Callable[[], object] = nothing) -> bool:
         """Waits until the offer is filled; False if its prefetch makes no progress for so long, or
-        if its thread asks, in a callback of the user.
+        if its thread asks, in a callback of the user. Calls `watch` from time to time.
 
-        Raises LoadCancelled.
+        Raises LoadCancelled, and what `watch` raises.
         """
         if self.filler == threading.get_ident():
             return self._known.is_set()
         self.awaited = True
         while not self._known.is_set():
             check()
+            watch()
             if self.stalled(stall_seconds):
                 return False
             self._known.wait(min(_POLL_SECONDS, stall_seconds))
@@ -213,7 +218,7 @@ class Offer:
     def may_hold(self, path: str) -> bool:
         """Whether a file may be among those that the prefetch is about to open, by its path."""
         if is_url(self.source) or is_url(path):
-            return path.startswith(self.source)
+            return path.startswith(self._directory_url())
         files = os.path.abspath(path), os.path.realpath(path)
         if not os.path.exists(self.source):
             folder = hub_folder(self.source)
@@ -227,6 +232,13 @@ class Offer:
                 if os.path.commonpath([root, file]) == root:
                     return True
         return False
+
+    def _directory_url(self) -> str:
+        """The URL of the directory, if the source is that of a file in it."""
+        if self.source.endswith((".safetensors", ".json")):
+            with suppress(CheckpointError):  # it cannot be opened
+                return split_file(self.source)[0]
+        return self.source
 
     def _find(self, file: Identity, wanted: ByteRange) -> int:
         """The index of the free range that contains `wanted`, or -1; no bytes need no range."""
@@ -292,13 +304,18 @@ def offered() -> list[Offer]:
         return list(_offered)
 
 
-def _filled(checkpoint: Checkpoint, stall_seconds: float, report: LoadReport) -> list[Offer]:
+def _filled(
+    checkpoint: Checkpoint,
+    stall_seconds: float,
+    report: LoadReport,
+    watch: Callable[[], object] = nothing,
+) -> list[Offer]:
     """All offers. Those that may be of these files are waited for until they are filled."""
     found = offered()
     for each in found:
         if each.may_hold_any_of(checkpoint):
             with report.phase("wait for the prefetch"):
-                each.await_filled(stall_seconds)
+                each.await_filled(stall_seconds, watch)
     return found
 
 
@@ -311,6 +328,7 @@ def claim_ranges(
     mapped: bool = True,
     owned: bool = False,
     device: str = "cpu",
+    watch: Callable[[], object] = nothing,
 ) -> tuple[dict[str, Claim], list[Offer]]:
     """Claims what prefetches have read of these ranges into this device's or the host's memory.
 
@@ -323,6 +341,7 @@ def claim_ranges(
         mapped: Claim ranges in the page cache as well.
         owned: Claim no mappings of files.
         device: The device of the load.
+        watch: Called from time to time during this wait.
 
     Returns:
         The claims by the names of their ranges, and the offers that they are from.
@@ -333,7 +352,7 @@ def claim_ranges(
     imports_done()
     claims: dict[str, Claim] = {}
     used: list[Offer] = []
-    filled = _filled(checkpoint, stall_seconds, report)
+    filled = _filled(checkpoint, stall_seconds, report, watch)
     found = [each for each in filled if each.device in ("cpu", device)]
     # Ranges that are on the device come before those that would have to be copied to it, and those
     # that were compared with checksums before others.

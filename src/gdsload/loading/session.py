@@ -25,7 +25,7 @@ from gdsload.backends.registry import ELSEWHERE
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, CheckpointError, PlacementError
 from gdsload.loading.accounting import record_backend
-from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
+from gdsload.loading.claims import Claim, Offer, claim_ranges, nothing, withdraw
 from gdsload.loading.io_mode import ShardAccess
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
@@ -87,16 +87,6 @@ def _by_shard(
     return found
 
 
-def _into_page_cache(shard: int, offset: int, length: int) -> str:
-    """The I/O mode of reads that fill the page cache."""
-    return "mapped"
-
-
-def _buffered(shard: int, offset: int, length: int) -> str:
-    """The I/O mode of reads by a backend that does no direct ones."""
-    return "buffered"
-
-
 def require_room_to_plan(nbytes: int, limits: Limits) -> None:
     """Raises PlacementError if the plan itself would not fit into memory."""
     reads = nbytes // limits.max_request
@@ -151,6 +141,7 @@ class Session(quiesce.Holder):
         self.stall_seconds = settings.stall_seconds
         self.backend: Backend | None = None  # while it is open
         self.failovers: dict[str, int] = {}  # of this backend, that reports have
+        self.watch: Callable[[], object] = nothing  # called while a prefetch is waited for
         self._settings = settings
         self._remote = remote_backend_of(checkpoint)
         self._expected_bytes, self._beside_bytes = expected_bytes, 0
@@ -293,6 +284,7 @@ class Session(quiesce.Holder):
             mapped=self.device == "cpu" and not owned,
             owned=owned,
             device=self.device,
+            watch=self.watch,
         )
         self._offers += [offer for offer in offers if offer not in self._offers]
         views: dict[str, BufferView] = {}
@@ -385,12 +377,12 @@ class Session(quiesce.Holder):
         nbytes = bytes_of(list(ranges))
         require_room_to_plan(nbytes, limits)
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
-        io_mode_of = self._access.io_mode_of
+        io_mode = ""  # that of all reads
         if not (self._remote or "direct" in limits.io_modes):
             self._refuse_direct(backend.name)
-            io_mode_of = _buffered
+            io_mode = "buffered"
         if self._fills(shards, limits, past_cache):
-            io_mode_of = _into_page_cache
+            io_mode = "mapped"
             window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
             request_bytes = self._access.fill.request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
@@ -401,7 +393,7 @@ class Session(quiesce.Holder):
             blocks=self._access.blocks,
             window_bytes=window_bytes,
             gap_bytes=REMOTE_GAP_BYTES if self._remote else GAP_BYTES,
-            io_mode_of=io_mode_of,
+            io_mode_of=(lambda *_: io_mode) if io_mode else self._access.io_mode_of,
         )
 
     def _refuse_direct(self, name: str) -> None:
@@ -469,6 +461,7 @@ class Session(quiesce.Holder):
             if offer.empty:
                 withdraw(offer)
         self._offers.clear()
+        self.watch = nothing  # its owner may hold tensors
         quiesce.unregister(self)
         self.quiesce()
 

@@ -366,14 +366,14 @@ class Prefetch(quiesce.Holder):
             if self._state in (OPENING, READING):
                 self._state = state
             if self._batch is not None:
-                self._landed_bytes = self._warm_bytes + self._batch.landed_bytes
-                self._batch = None  # loads that still take from it have it in their claims
+                self._landed_bytes = self._landed_of(self._batch)
                 self._complete = (
                     self._state != FAILED
                     and self._compared
-                    and self._landed_bytes >= self._wanted_bytes - self._left_out_bytes
+                    and self._batch.complete
                     and all(other._complete for other in self._others)
                 )
+                self._batch = None  # loads that still take from it have it in their claims
             self._others.clear()
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
@@ -387,6 +387,11 @@ class Prefetch(quiesce.Holder):
         self._ended.set()
         self.report.end()
 
+    def _landed_of(self, batch: PrefetchBatch) -> int:
+        """Bytes that are wanted and have landed. Reads may include gaps between wanted bytes."""
+        to_read_bytes = self._wanted_bytes - self._left_out_bytes - self._warm_bytes
+        return self._warm_bytes + batch.landed_bytes * to_read_bytes // (batch.plan.read_bytes or 1)
+
     def _withdraw(self) -> None:
         claims.withdraw(self._offer)
         with _lock:
@@ -396,13 +401,10 @@ class Prefetch(quiesce.Holder):
     def progress(self) -> PrefetchProgress:
         """The progress so far. Does not wait."""
         batch, ended = self._batch, self._ended.is_set()
-        landed = self._landed_bytes
-        if batch is not None and not ended:
-            landed = self._warm_bytes + batch.landed_bytes
         return PrefetchProgress(
             self._state,
             self._wanted_bytes,
-            min(landed, self._wanted_bytes),
+            self._landed_bytes if batch is None or ended else self._landed_of(batch),
             self._offer.claimed_bytes,
             self._resident_bytes,
             self._seconds if ended else time.monotonic() - self._start,

@@ -29,7 +29,7 @@ from gdsload.planning.read_plan import (
 from gdsload.system.available import available_bytes
 from gdsload.system.lifecycle import fork_safe_lock, taken
 
-# Size of one read into the page cache, and of the scratch memory that all of them share.
+# Size of one read into the page cache, at most, and of the scratch memory that all of them share.
 WARM_REQUEST_BYTES = 4 << 20
 SCRATCH_BYTES = 64 << 20
 
@@ -143,15 +143,16 @@ def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     transfers: list[Transfer] = []
     ends: list[tuple[int, int]] = []
     merged_ranges = merged_ranges_of(ranges, 0)
-    slots = SCRATCH_BYTES // WARM_REQUEST_BYTES
+    request_bytes = min(WARM_REQUEST_BYTES, session.open().limits(session.device).max_request)
+    slots = SCRATCH_BYTES // request_bytes
     for merged in merged_ranges:
         fd = session.checkpoint.shards[merged.shard].fd
-        for offset in range(merged.offset, merged.end, WARM_REQUEST_BYTES):
-            length = min(WARM_REQUEST_BYTES, merged.end - offset)
+        for offset in range(merged.offset, merged.end, request_bytes):
+            length = min(request_bytes, merged.end - offset)
             if page_cache.wholly_resident(fd, offset, length):
                 continue
             tag = len(transfers)
-            place = tag % slots * WARM_REQUEST_BYTES
+            place = tag % slots * request_bytes
             transfers.append(
                 Transfer(merged.shard, offset, length, length, 0, place, "buffered", tag)
             )
@@ -162,7 +163,7 @@ def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
         first = bisect_right(ends, (shard, offset))
         last = bisect_left(starts, (shard, offset + nbytes)) - 1
         locations[name] = Location(-1, 0, first, last)
-    targets = (Target(0, 0, min(len(transfers), slots) * WARM_REQUEST_BYTES),) if transfers else ()
+    targets = (Target(0, 0, min(len(transfers), slots) * request_bytes),) if transfers else ()
     wanted = sum(each.nbytes for each in ranges)
     return ReadPlan(tuple(transfers), targets, tuple(merged_ranges), locations, (), wanted)
 
