@@ -551,6 +551,24 @@ def test_read_only_cache_serves_what_it_has(tmp_path: Path) -> None:
         assert cached.read(0, other.size) == other.content
 
 
+def test_read_only_cache_serves_no_copy_of_what_others_may_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that hung goes on, and writes the same bytes again."""
+    monkeypatch.setattr("gdsload.remote.cache.CLAIM_SECONDS", 0.1)
+    directory, hanging, other = tmp_path / "cache", MemoryFile(), MemoryFile()
+    hangs = opened(directory, hanging).chunks(0, hanging.size)
+    next(hangs)
+    assert opened(directory, other).read(0, other.size) == other.content
+    with mounted(directory, "--bind", "-o", "ro", str(directory)):
+        cached = opened(directory, MemoryFile())
+        assert cached.local_copy() is None
+        assert cached.read(0, other.size) == other.content
+        assert b"".join(hangs) == hanging.content[hanging.chunk_bytes :]
+        hangs.close()
+        await_threads("gdsload-cache")
+
+
 def test_cache_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     file = MemoryFile()

@@ -149,6 +149,22 @@ def test_local_files_are_kept_while_they_are_open(server: ObjectServer, tmp_path
         checkpoint.verify_unchanged()
 
 
+def test_local_files_are_kept_after_quiesce_and_resume(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    gdsload.load_file(url, cache_dir=cache)
+    await_threads("gdsload-cache")
+    with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+        assert not checkpoint.remote
+        gdsload.quiesce()
+        gdsload.resume()
+        content = read_all(checkpoint)
+        assert LocalCache(cache).clear() == []
+        assert read_all(checkpoint) == content
+        checkpoint.verify_unchanged()
+
+
 # --- loads ---------------------------------------------------------------------------------------
 
 

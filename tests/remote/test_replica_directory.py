@@ -240,6 +240,20 @@ def test_source_that_does_not_answer_is_left(
     gate.set()
 
 
+class Panic(BaseException):
+    """As of native code."""
+
+
+def test_panic_of_the_only_source_is_its_reason(memory: Directories) -> None:
+    def panic() -> None:
+        raise Panic("it panicked")
+
+    for url in ("mem://a", "mem://b"):
+        memory(url).ask = panic
+    with pytest.raises(CheckpointUnreadable, match="it panicked"):
+        gdsload.load_file(gdsload.replicas("mem://a", "mem://b"))
+
+
 @pytest.mark.parametrize("kind", [CheckpointUnreadable, CheckpointAccessError])
 def test_source_that_is_down_is_asked_once(
     memory: Directories, model: Path, kind: type[CheckpointUnreadable]

@@ -11,6 +11,7 @@ headers is done elsewhere.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import sys
 import time
@@ -126,6 +127,10 @@ class Shard:
         else:
             fd, status = opened()
         try:
+            if self.cached:
+                with suppress(OSError):  # the filesystem has no locks
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the cache does not remove it
+                    status = os.fstat(fd)
             self._require_same(status)
             with _lock:  # another thread may have opened it meanwhile
                 if self._quiesced:

@@ -33,6 +33,7 @@ from gdsload.system.parallel import parallel_map
 # Pieces end at multiples of it: so much is read to compare a part of it with its checksum.
 BLOCK_BYTES = 4 << 20
 _WRITERS = 1 << 62  # no file has this byte
+_LOCK = "hhqqi0q"  # the members of fcntl's structure
 _EVENT = re.compile(
     rb"^(?:(\d{1,18}) (\d{1,18}) ([0-9a-f]{32}|-)"
     rb"|sealed (\d{1,20}) (\d{1,20}) (\d{1,20}) (\d{1,20}))$",
@@ -197,11 +198,13 @@ class Entry:
         Returns whether they are; False also while others may write. Raises OSError if the disk has
         lost any or does not answer (StallError), and LoadCancelled.
         """
-        if self.writable and not self._range_lock(fcntl.F_WRLCK, _WRITERS, 1):
+        if not (
+            self._range_lock(fcntl.F_WRLCK, _WRITERS, 1) if self.writable else self._unwritten()
+        ):
             return False
         try:
             before = _identity(self._data_fd)
-            if not self._compare(self.uncompared()):
+            if not self._compare(self.uncompared()) or _identity(self._data_fd) != before:
                 return False
             if self.writable:
                 os.fdatasync(self._data_fd)
@@ -244,12 +247,23 @@ class Entry:
     def _range_lock(self, kind: int, start: int, length: int) -> bool:
         """Whether a lock was taken. It belongs to the open file, not to the process: two loads of
         one process exclude each other, too. Raises OSError if the filesystem has no locks."""
-        what = struct.pack("hhqqi0q", kind, os.SEEK_SET, start, length, 0)
         try:
-            fcntl.fcntl(self._events_fd, fcntl.F_OFD_SETLK, what)
+            fcntl.fcntl(self._events_fd, fcntl.F_OFD_SETLK, _lock_of(kind, start, length))
         except (BlockingIOError, PermissionError):  # another one has it
             return False
         return True
+
+    def _unwritten(self) -> bool:
+        """Whether nobody may write, for a process that may not do so itself. Raises OSError as
+        `_range_lock` does."""
+        asked = _lock_of(fcntl.F_WRLCK, _WRITERS, 1)
+        found = fcntl.fcntl(self._events_fd, fcntl.F_OFD_GETLK, asked)
+        return bool(struct.unpack(_LOCK, found)[0] != fcntl.F_RDLCK)  # `seal` has another kind
+
+
+def _lock_of(kind: int, start: int, length: int) -> bytes:
+    """The C structure of a lock."""
+    return struct.pack(_LOCK, kind, os.SEEK_SET, start, length, 0)
 
 
 def _identity(fd: int) -> tuple[int, ...]:

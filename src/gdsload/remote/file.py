@@ -36,7 +36,7 @@ class LocalCopy(NamedTuple):
 
 
 class SourceFacts(NamedTuple):
-    """The facts about several sources of a file that the report shows.
+    """The facts about the sources of a file that counts its own bytes, for the report.
 
     Attributes:
         paths: Bytes by I/O path.
@@ -120,7 +120,7 @@ class RemoteFile(ABC):
         """Raises FileChanged if the file is no longer this version."""
 
     def facts(self) -> SourceFacts | None:
-        """The facts about several sources of this file so far; None if there is one."""
+        """The facts about the sources of this file so far; None if its backend counts the bytes."""
         return None
 
     def local_copy(self) -> LocalCopy | None:

@@ -1,6 +1,6 @@
 """Files in the memory of another process: `nixl://host:port/name`, served by `gdsload.serve`.
 
-    metadata service ◄── TCP: files, versions, segments, tickets ── PeerModel, PeerFile
+    metadata service ◄── TCP: files, versions, segments, tickets ── PeerDirectory, PeerFile
     memory of the peer ── NIXL ──► ring of `remote.nixl_reader` ──► chunks
 
 Bytes are handed out only after the source has confirmed that they are still of the version that

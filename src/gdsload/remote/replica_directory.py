@@ -106,13 +106,13 @@ class ReplicaDirectory(RemoteDirectory):
         """
         asked = {s: each for s, each in self._directories.items() if not s.abandoned}
         answers: dict[Source, Answer] = {}
-        errors: dict[Source, Exception] = {}
+        errors: dict[Source, BaseException] = {}
         lock, changed = condition()
 
         def run(source: Source) -> None:
             try:
                 answer = ask(asked[source])
-            except Exception as error:
+            except BaseException as error:  # a panic of native code is no Exception
                 with lock:
                     errors[source] = error
                     changed.notify_all()
@@ -139,7 +139,7 @@ class ReplicaDirectory(RemoteDirectory):
             raise self._no_answer(list(failed.values()))
         return found
 
-    def _no_answer(self, errors: Sequence[Exception]) -> CheckpointError:
+    def _no_answer(self, errors: Sequence[BaseException]) -> CheckpointError:
         reasons = [source.abandoned for source in self._sources.all if source.abandoned]
         texts = dict.fromkeys([*reasons, *map(str, errors)])
         # What a source that works does not have is missing, whatever others cannot tell.
@@ -150,7 +150,7 @@ class ReplicaDirectory(RemoteDirectory):
         return kind(f"{self.path}: no source: {'; '.join(texts)}", path=self.path, errno=code)
 
 
-def _is_down(error: Exception) -> bool:
+def _is_down(error: BaseException) -> bool:
     """Whether a source could not be reached, and is not only without the file or the right."""
     unreadable = isinstance(error, (CheckpointUnreadable, RemoteError))
     return unreadable and not isinstance(error, (CheckpointNotFound, CheckpointAccessError))

@@ -320,7 +320,7 @@ class Stream:
                     self._changed.wait_for(self._is_asked)
                     if self._closed:
                         return
-        except Exception as error:
+        except BaseException as error:  # a panic of native code is no Exception
             self._error = error
         finally:
             with self._lock:
