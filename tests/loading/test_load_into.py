@@ -360,6 +360,38 @@ def test_columns_of_one_matrix_do_not_overlap(path: Path, saved: Tensors) -> Non
         gdsload.load_into({"k": matrix[:, :64], "v": matrix[:, 63:127]}, path, names=["k", "v"])
 
 
+def test_columns_of_two_dtypes_are_told_apart(path: Path, saved: Tensors) -> None:
+    rows = torch.zeros(64, 2 * 64 + 2, dtype=torch.bfloat16)
+    norm, fused = rows[:, 0], rows.view(torch.float32)[:60, 1:]
+    gdsload.load_into({"q": fused, "norm": norm}, path, names=["q", "norm"])
+    assert torch.equal(fused, saved["q"]) and torch.equal(norm, saved["norm"])
+    with pytest.raises(PlacementError, match="shares memory"):
+        targets = {"q": fused, "norm": rows[:, 2]}
+        gdsload.load_into(targets, path, names=["q", "norm"])
+
+
+def test_map_of_columns_has_an_entry_for_each_column_of_a_row(
+    path: Path, saved: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, zeros, made = torch.zeros(20, 128), torch.zeros, []
+
+    def noted(*shape: Any, **words: Any) -> torch.Tensor:
+        made.append(zeros(*shape, **words))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    gdsload.load_into({"k": matrix[:, :64], "v": matrix[:, 64:]}, path, names=["k", "v"])
+    assert [tensor.numel() for tensor in made] == [40]
+    assert torch.equal(matrix, torch.cat([saved["k"], saved["v"]], dim=1))
+
+    def refused(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate ...")
+
+    monkeypatch.setattr(torch, "zeros", refused)
+    with pytest.raises(PlacementError, match="comparing the places of the targets"):
+        gdsload.load_into({"k": matrix[:, :64], "v": matrix[:, 64:]}, path, names=["k", "v"])
+
+
 def test_two_tensors_for_one_place_raise(path: Path) -> None:
     with pytest.raises(CheckpointError, match="belong to the same place"):
         gdsload.load_into({"k": torch.zeros(20, 64)}, path, names=["k", "v"], rename={"v": "k"})

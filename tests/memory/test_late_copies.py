@@ -39,6 +39,16 @@ def test_load_waits_for_the_copies_that_it_has_left() -> None:
     assert has_ended.is_set() and late_copies.owners() == []
 
 
+def test_load_that_an_observer_makes_in_it_changes_nothing() -> None:
+    has_ended = threading.Event()
+    with late_copies.awaited(PATIENCE_SECONDS):
+        with late_copies.awaited(PATIENCE_SECONDS):
+            pass
+        late_copies.keep(object(), has_ended.is_set)
+        threading.Timer(0.05, has_ended.set).start()
+    assert has_ended.is_set()
+
+
 def test_load_does_not_wait_for_the_copies_of_others() -> None:
     has_ended = threading.Event()
     start = time.monotonic()

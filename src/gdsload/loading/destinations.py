@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from gdsload.errors import CheckpointError, PlacementError, listed, shown
+from gdsload.loading.torch_memory import taking
 from gdsload.memory.tensors import packed_shape, torch_dtype_of
 from gdsload.planning.tensor_slices import WantedTensor
 
@@ -321,6 +322,20 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (steps + 1) * tensor.element_size()
 
 
+def _runs_of(tensor: torch.Tensor) -> tuple[int, list[int], list[int]]:
+    """The runs of bytes that a tensor consists of: bytes of each, and for each dimension the number
+    of runs and the bytes from one to the next."""
+    run, counts, steps = tensor.element_size(), [], []
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        step = stride * tensor.element_size()
+        if step == run:
+            run *= size
+        elif size > 1:
+            counts.append(size)
+            steps.append(step)
+    return run, counts, steps
+
+
 def _require_disjoint(cluster: Sequence[Destination]) -> None:
     """For destinations whose extents overlap: such as columns of one matrix, which are apart."""
     import torch
@@ -329,14 +344,17 @@ def _require_disjoint(cluster: Sequence[Destination]) -> None:
         return
     base = min(_extent(each.tensor)[0] for each in cluster)
     end = max(_extent(each.tensor)[1] for each in cluster)
-    unit = cluster[0].tensor.element_size()
-    taken = torch.zeros(-(-(end - base) // unit), dtype=torch.bool, device="cpu")
-    for each in cluster:
-        tensor = each.tensor
-        offset, rest = divmod(tensor.data_ptr() - base, unit)
-        alike = tensor.element_size() == unit and not rest
-        mask = taken.as_strided(tensor.shape, tensor.stride(), offset) if alike else taken
-        if bool(mask.any()) or not alike:
+    offsets = [each.tensor.data_ptr() - base for each in cluster]
+    runs = [_runs_of(each.tensor) for each in cluster]
+    # All of them begin and end at a multiple of so many bytes.
+    unit = gcd(*offsets, *(n for run, _, steps in runs for n in (run, *steps)))
+    count = (end - base) // unit
+    with taking(count, "cpu", "comparing the places of the targets"):
+        taken = torch.zeros(count, dtype=torch.bool, device="cpu")
+    for each, offset, (run, counts, steps) in zip(cluster, offsets, runs, strict=True):
+        strides = [*(step // unit for step in steps), 1]
+        mask = taken.as_strided([*counts, run // unit], strides, offset // unit)
+        if bool(mask.any()):
             others = ", ".join(shown(other.name) for other in cluster if other is not each)
             raise PlacementError(
                 f"the target {shown(each.name)} shares memory with another one ({others})"

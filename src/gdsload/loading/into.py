@@ -24,7 +24,8 @@ from gdsload.loading.session import Session
 from gdsload.loading.window_writer import CopyPart, WindowWriter
 from gdsload.memory import late_copies
 from gdsload.memory.host_buffers import BufferView
-from gdsload.planning.read_plan import ReadPlan, ranges_of
+from gdsload.planning.read_plan import ReadPlan
+from gdsload.planning.tensor_slices import part_ranges
 
 COMPLETE, UNDEFINED, UNCHANGED = "complete", "undefined", "unchanged"
 
@@ -196,8 +197,7 @@ def _read_in_place(
 ) -> None:
     if not destinations:
         return
-    parts = [part for each in destinations for part in each.wanted.slice.parts]
-    arranged = session.arrange(ranges_of(parts))
+    arranged = session.arrange(part_ranges(each.wanted.slice for each in destinations))
     batch: TargetBatch | None = None
 
     def begin() -> None:

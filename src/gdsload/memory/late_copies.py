@@ -73,13 +73,13 @@ def _forget_soon() -> None:
 @contextmanager
 def awaited(seconds: float) -> Iterator[None]:
     """At its end, waits until the copies that this thread has left inside it have ended, up to
-    `seconds`. Those of other threads do not count."""
+    `seconds`. Those of other threads do not count, nor those of a block inside this one."""
     noted: list[_Kept] = []
-    _noted.kept = noted
+    outer, _noted.kept = _noted.kept, noted
     try:
         yield
     finally:
-        _noted.kept = None
+        _noted.kept = outer
         _wait_for(noted, seconds)
 
 
