@@ -194,6 +194,29 @@ def test_load_after_reads_that_hang_gets_a_new_ring(doubles: Doubles, file: Open
     wait_for(freed)
 
 
+def test_load_after_reads_that_hang_gets_a_new_ring_while_another_load_reads(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    """Slots of a load that has ended do not come back because somebody else reads."""
+    doubles.fault("cuFileRead", HANG, times=6)
+    options = {"request_bytes": 16 << 10, "ring_bytes": 9 * (16 << 10)}
+    with GdsMtBackend(**options) as beside, GdsMtBackend(**options) as third:
+        with GdsMtBackend(**options) as backend:
+            load = Load(backend, file)
+            wait_for(lambda: doubles.hung >= 6)
+            other = Load(beside, file)
+            (ring,) = staging_ring.rings()
+            assert ring.usable, "a load that reads is no reason for another ring"
+            backend.release(load.request)
+        after = Load(third, file)
+        assert staging_ring.rings() != [ring]
+        assert after.finish() == {} and after.bytes() == bytes_of(0)
+        doubles.let_go()
+        assert other.finish() == {} and other.bytes() == bytes_of(0)
+        third.release(after.request)
+        beside.release(other.request)
+
+
 @pytest.mark.parametrize("kind", [PosixBackend, GdsMtBackend])
 def test_ring_that_cannot_be_freed_for_another_shape_raises_placement_error_once(
     kind: type[Backend], doubles: Doubles, file: OpenFile

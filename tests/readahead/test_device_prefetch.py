@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import shutil
 import subprocess
@@ -356,6 +357,19 @@ def test_pinned_bytes_are_copied_without_a_ring_and_waited_for_once(
     assert cuda.stream.waited == 1 and staging_ring.rings() == []
 
 
+@pytest.mark.usefixtures("ring_worthwhile")
+def test_bytes_that_are_not_pinned_go_through_the_ring_although_others_are(
+    doubles: Doubles, source: Path, expected: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = itertools.cycle([True, False])
+    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: next(turns))
+    with gdsload.prefetch(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert_same(by_load_file(source), expected)
+    assert len(staging_ring.rings()) == 1
+
+
 def test_neighbours_in_host_memory_are_read_together() -> None:
     copies = [
         HostCopy(1000, 100, 5000),
@@ -510,8 +524,7 @@ def test_it_is_closed_while_copies_are_on_their_way(
     before = doubles.cuda_log
     doubles.hold_copies(True)
     ahead = ahead_of(source, backend)
-    while doubles.cuda_log["copies"] == before["copies"]:
-        assert not ahead.wait(0.01)
+    wait_for(lambda: ahead.wait(0.01) or doubles.cuda_log["copies"] != before["copies"])
     ahead.close()
     assert doubles.cuda_log["used"] > before["used"]
     doubles.hold_copies(False)

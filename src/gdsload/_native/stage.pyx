@@ -236,6 +236,7 @@ cdef struct CStage:
     int room
     int next_map            # where a free number is searched first
     int64_t only_copies     # 1: all reads have ended, and some of their copies have not
+    int64_t lent            # slots that it has borrowed and that are not lost
 
 
 cdef void release_map(CMap *addresses) noexcept nogil:
@@ -380,6 +381,11 @@ cdef class Stage:
     def only_copies(self):
         """Whether all reads have ended, and some of their copies have not."""
         return gds_load(&self.stage.only_copies) != 0
+
+    @property
+    def lent(self):
+        """Slots of the ring that it has borrowed, without lost ones."""
+        return gds_load(&self.stage.lent)
 
     def __dealloc__(self):
         if self.stage != NULL:
@@ -555,6 +561,7 @@ cdef char *slot_address(Runner *self, int number) noexcept nogil:
 
 cdef void vacate(Runner *self, Slot *slot, int lost) noexcept nogil:
     return_slot(self.stage.ring, slot.number, lost)
+    gds_add(&self.stage.lent, -1)
     release_map(slot.map)
     slot.map = NULL
     slot.state = IDLE
@@ -794,6 +801,7 @@ cdef int submit_stage(void *engine, const Read *reads, int count) noexcept nogil
             slot.map = NULL
             refused = -ENOBUFS if all_lost else 0
             break
+        gds_add(&stage.lent, 1)
         slot.state = READING
         slot.cookie = read.cookie
         slot.offset = <uint64_t>read.address & ((<uint64_t>1 << MAP_SHIFT) - 1)

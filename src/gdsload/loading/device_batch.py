@@ -151,12 +151,18 @@ class DeviceBatch(Batch):
 def _check(
     session: Session, infos: Sequence[TensorInfo], tensors: Mapping[str, torch.Tensor]
 ) -> None:
+    for info in infos:
+        compare(session, [info], tensors[info.name])
+
+
+def compare(session: Session, parts: Sequence[TensorInfo], tensor: torch.Tensor) -> None:
+    """Compares a tensor of the device, whose bytes are those of `parts`, with their checksums if
+    the load does so. Raises IntegrityError."""
     if session.verifier is not None:
         with session.report.phase("verify"), gpu.capture_relaxed(session.device):
-            for info in infos:
-                compared = session.verifier.check_tensor([info], tensors[info.name])
-                session.report.verified_bytes += compared
-                session.report.unverified_bytes += info.nbytes - compared
+            compared = session.verifier.check_tensor(parts, tensor)
+        session.report.verified_bytes += compared
+        session.report.unverified_bytes += sum(part.nbytes for part in parts) - compared
 
 
 def memory_in(
@@ -319,18 +325,23 @@ def copy_from_host(device: str, found: Sequence[HostBytes]) -> None:
     from gdsload.backends.host_copies import HostCopy, copy_to_device  # only if there is something
 
     require_no_capture(device)
-    sources = [bytes_at(each.view, each.nbytes) for each in found]
-    pinned = sources[0].is_pinned()
-    if not pinned:
+    # A pool may hold both.
+    pinned: list[tuple[torch.Tensor, HostBytes]] = []
+    pageable: list[tuple[torch.Tensor, HostBytes]] = []
+    for each in found:
+        source = bytes_at(each.view, each.nbytes)
+        (pinned if source.is_pinned() else pageable).append((source, each))
+    if pageable:
         copies = [
             HostCopy(source.data_ptr(), each.nbytes, each.tensor.data_ptr() + each.offset)
-            for source, each in zip(sources, found, strict=True)
+            for source, each in pageable
         ]
-        owners = sources, found
+        owners = pageable, found
         if copy_to_device(device, copies, owners, lambda follow: after_torch(device, follow)):
-            return
-    for source, each in zip(sources, found, strict=True):
-        byte_view(each.tensor, each.offset, each.nbytes).copy_(source, non_blocking=pinned)
+            pageable = []
+    for source, each in [*pageable, *pinned]:
+        into = byte_view(each.tensor, each.offset, each.nbytes)
+        into.copy_(source, non_blocking=bool(pinned))
     if pinned:
         synchronize(device)
 

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -179,12 +179,13 @@ class StagingRing(quiesce.Holder):
 
     @property
     def usable(self) -> bool:
-        """Whether half of its slots, or more, can be lent to a load. If no pipeline is in use, all
-        slots that are lent belong to reads that hang."""
+        """Whether half of its slots, or more, can be lent to a load. Slots that no pipeline in use
+        has borrowed belong to reads that hang."""
         with self._lock:
-            in_use = self.users or self.visitors
-        hung = self.native.lost if in_use else self.native.lent
-        return bool(hung <= self.native.count // 2)
+            users = [*self.users]
+        # Asked before and after: slots that come or go meanwhile are no lost ones.
+        before, lent, after = _slots_of(users), self.native.lent, _slots_of(users)
+        return bool(lent - max(before, after) <= self.native.count // 2)
 
     def give_up(self) -> None:
         """Marks the ring unusable: its memory stays as long as a read may still write to it. The
@@ -241,6 +242,10 @@ class StagingRing(quiesce.Holder):
     def quiesce(self) -> None:
         late_copies.forget_ended()  # each has gone through a ring
         release_rings(self.kind, self.ordinal)
+
+
+def _slots_of(pipelines: Iterable[StagingPipeline]) -> int:
+    return sum(pipeline.stage.lent for pipeline in pipelines)
 
 
 def _release(release: Callable[[int], object], found: list[int]) -> None:

@@ -25,7 +25,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError, IntegrityError
 from gdsload.loading import window_writer
 from gdsload.loading.batch import Batch, assembled
-from gdsload.loading.device_batch import DeviceBatch
+from gdsload.loading.device_batch import DeviceBatch, compare
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import make_tensors
@@ -207,14 +207,11 @@ class DeviceReadWindow(DeviceBatch, ReadWindow):
         for part in tensor_slice.parts:
             self.settle(part.name)
         given = [*self._tensors.give([tensor_slice], self.views, self.is_there).values()]
-        if self.session.verifier is not None:
-            try:
-                compared = self.session.verifier.check_tensor(tensor_slice.parts, given[0])
-            except IntegrityError as error:
-                self._difference = error
-                raise
-            self.session.report.verified_bytes += compared
-            self.session.report.unverified_bytes += tensor_slice.nbytes - compared
+        try:
+            compare(self.session, tensor_slice.parts, given[0])
+        except IntegrityError as error:
+            self._difference = error
+            raise
         self.left -= 1
         return given
 
