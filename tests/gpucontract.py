@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import gpudoubles
-from contract import BackendContract
-from gdsload.backends import VRAM, Backend, Memory
+from contract import BLOCK, SIZE, BackendContract, bytes_of
+from gdsload.backends import VRAM, Backend, Memory, OpenFile
 from gdsload.backends.posix import engines
 from gdsload.system import gpu
 from gpudoubles import Doubles
@@ -52,6 +52,21 @@ class GpuContract(BackendContract):
 
     def look(self, memory: Memory, offset: int, length: int) -> bytes:
         return ctypes.string_at(memory.address + offset, length)
+
+    def test_memory_of_several_allocations(self, backend: Backend, files: list[OpenFile]) -> None:
+        """As loads to a device pass it: without an address of its own, and with a hole."""
+        first, rest = 4 * BLOCK, 6 * BLOCK
+        owners = DeviceMemory(first), DeviceMemory(SIZE + BLOCK - rest)
+        shares = [(0, first, owners[0].address), (rest, SIZE + BLOCK - rest, owners[1].address)]
+        memory = Memory(VRAM, 0, SIZE + BLOCK, owners, "cuda:0", shares)
+        transfers = self.reads(0)
+        known, space = backend.register(files[0]), backend.register(memory)
+        request = backend.prepare(transfers, [known], [space])
+        backend.post(request)
+        assert self.finish(backend, request, len(transfers)) == {}
+        backend.release(request)
+        assert ctypes.string_at(owners[0].address, first) == bytes_of(0)[:first]
+        assert ctypes.string_at(owners[1].address, SIZE - rest) == bytes_of(0)[rest:]
 
 
 def suite(name: str, kind: type[Backend], **facts: Any) -> type:

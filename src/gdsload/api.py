@@ -20,6 +20,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.locate import title_of
+from gdsload.checkpoint.selection import repeatable
 from gdsload.errors import naming, safetensors_errors
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
@@ -124,7 +125,7 @@ def load_file(
         names: The tensors to load: a name, a glob, a regular expression that is searched in the
             names, a function of a name, such as those of `layers` and `experts`, or a list of
             these. None loads all, in file order.
-        slices: The index of each tensor of which only a part is wanted, by name: a number, a range,
+        slices: The index of each tensor of which only a part is wanted, by name: a number, a slice,
             an ellipsis, or a tuple of these. Only the byte ranges with this part are read; where
             the gaps are too small or too many, they are read as well, which `LoadReport.read_ratio`
             tells.
@@ -313,13 +314,14 @@ def load_into(
     only = None if device is None else device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     targets = destinations.named_tensors(tensors)
-    report = LoadReport(title_of(source), on_event=on_event)
+    report = LoadReport(title_of(source), device=only or "", on_event=on_event)
     with report.whole(), quiesce.loading(report.source), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
         verifier = verifier_of(checkpoint, verify, report)
         with report.phase("match"):
-            wanted = wanted_tensors(checkpoint.infos(names), slices)
+            with checkpoint.naming():
+                wanted = wanted_tensors(checkpoint.infos(names), slices)
             with naming(checkpoint.source):
                 found = destinations.matched(wanted, targets, rename)
                 report.missing = found.missing if names is None else []
@@ -428,6 +430,9 @@ def stream(
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
     title_of(source)  # or TypeError
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
+    if backend != "auto":
+        find(backend)  # or BackendUnavailable
+    names = repeatable(names)  # or TypeError
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     call = _LoadCall(source, settings, target, lookup, names, slices, progress, order)
@@ -632,7 +637,8 @@ def plan(
         ]
         remote = remote_backend_of(checkpoint)
         limits = find(remote)().limits() if remote else Limits()
-        ranges = ranges_of(_Wanted(checkpoint, names, slices).parts)
+        with checkpoint.naming():
+            ranges = ranges_of(_Wanted(checkpoint, names, slices).parts)
         require_room_to_plan(bytes_of(ranges), limits)
         return plan_reads(
             ranges,

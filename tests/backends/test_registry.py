@@ -196,6 +196,17 @@ def test_unfit_plugin_is_left_out(
     assert gdsload.last_report().backend == "posix", "and no load fails"
 
 
+def test_plugin_that_is_left_out_is_found_by_its_own_name(entries: list[EntryPoint]) -> None:
+    entries.append(EntryPoint("package", f"{__name__}:Newer", registry.GROUP))
+    entries.append(EntryPoint("broken", f"{__name__}:Gone", registry.GROUP))
+    with pytest.raises(gdsload.BackendUnavailable, match="made for plugin API"):
+        registry.find("newer")
+    with pytest.raises(
+        gdsload.BackendUnavailable, match=r"unknown .*; broken is left out: it cannot"
+    ):
+        registry.find("gone")
+
+
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [(Unusable, "no such hardware"), (Raises, "half installed"), (Mumbles, "not a Support")],

@@ -440,6 +440,15 @@ def test_tensors_that_a_model_keeps_are_bounded_on_the_device(
     assert "handed over in host memory" in caplog.text
 
 
+def test_each_name_of_the_cpu_is_host_memory(
+    model: Path, devices: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = WeightsReader({"held_bytes": 30, "device": "cpu:0"})
+    assert_same(dict(list(reader.read(files_of(model), "cuda:0", log))), WEIGHTS)
+    assert devices == ["cpu"]
+    assert "handed over" not in caplog.text
+
+
 def test_tensors_beyond_the_bound_need_no_backend_that_reads_to_the_host(
     model: Path, devices: list[str]
 ) -> None:

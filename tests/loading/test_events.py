@@ -88,6 +88,13 @@ def by_hook(source: Path, on_event: events.OnEvent) -> None:
 LOADS = [by_load_file, by_stream, by_astream, by_load_into, by_safe_open]
 
 
+def test_load_into_tells_no_device_before_it_has_found_the_targets(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    with pytest.raises(gdsload.CheckpointError):
+        gdsload.load_into({}, tmp_path / "gone", on_event=seen.append)
+    assert isinstance(seen[0], LoadStarted) and seen[0].device == ""
+
+
 @pytest.mark.parametrize("load", [*LOADS, by_prefetch, by_hook])
 def test_load_reports_its_start_its_path_its_phases_and_its_end(
     load: Callable[[Path, events.OnEvent], None], checkpoint: Path

@@ -320,6 +320,10 @@ def test_invalid_arguments_of_streams_and_prefetches_raise_at_the_call(path: Pat
         gdsload.stream(path, order="random")
     with pytest.raises(ValueError, match="window_bytes=0 must be"):
         gdsload.stream(path, window_bytes=0)
+    with pytest.raises(gdsload.BackendUnavailable, match="backend 'warp': unknown"):
+        gdsload.stream(path, backend="warp")
+    with pytest.raises(TypeError):
+        gdsload.stream(path, names=5)  # type: ignore[arg-type]
 
 
 def test_similar_name_is_suggested(path: Path) -> None:

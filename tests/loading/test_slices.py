@@ -90,8 +90,8 @@ def test_slice_to_a_device_is_exact(
         ({"a": 6}, IndexError, "outside"),
         ({"b": (0, 0, 0)}, IndexError, "too many dimensions"),
         ({"a": slice(None, None, -1)}, IndexError, "backwards"),
-        ({"a": [1, 2]}, TypeError, "numbers, ranges"),
-        ({"a": (True,)}, TypeError, "numbers, ranges"),
+        ({"a": [1, 2]}, TypeError, "numbers, slices"),
+        ({"a": (True,)}, TypeError, "numbers, slices"),
         ({"gone": 1}, CheckpointError, "'gone'"),
     ],
 )
@@ -115,6 +115,17 @@ def test_slice_without_memory_for_its_tensor_is_a_placement_error(
     index = (slice(None), slice(20, 40)) if made_by == "torch.stack" else (..., slice(0, 1400, 7))
     with pytest.raises(PlacementError, match="CUDA out of memory"):
         gdsload.load_file(path, slices={"a": index}, cache="buffered")
+
+
+def test_slice_of_a_tensor_that_is_not_there_names_the_checkpoint(path: Path) -> None:
+    for use in (
+        lambda: gdsload.plan(path, slices={"gone": 0}),
+        lambda: gdsload.load_file(path, slices={"gone": 0}),
+        lambda: gdsload.load_into({}, path, slices={"gone": 0}),
+    ):
+        with pytest.raises(CheckpointError, match=r"slices has an index for 'gone'") as caught:
+            use()
+        assert str(caught.value).startswith(f"{caught.value.path}: ")
 
 
 def test_stream_in_layer_order_assembles_slices(path: Path) -> None:

@@ -90,7 +90,7 @@ class Memory(NamedTuple):
 
     Attributes:
         kind: `DRAM` or `VRAM`.
-        address: Where it starts.
+        address: Where it starts; 0 if `shares` says where its parts are, as loads to VRAM do.
         length: Its size in bytes.
         region: The object that keeps the memory alive while reads are in flight, or None.
         device: The device of VRAM, such as "cuda:0".

@@ -1,4 +1,4 @@
-"""Backends whose reads run in a native pump: the posix and the cuFile backends.
+"""Backends whose reads run in a native pump: the posix, the cuFile and the remote backends.
 
 A `PumpedRequest` is a list of transfers in a pump. A `PumpBackend` passes the calls of the loader
 to it. Not responsible for engines, and not for memory of devices: see `staging`.
@@ -218,7 +218,7 @@ class PumpBackend(Backend):
         return [request.facts()]
 
     def close(self) -> None:
-        """Closes the pump, and leaves the pipelines to the next load."""
+        """Closes the pump. Pipelines of kinds that are kept are left to the next load."""
         for pipeline in self._pipelines.values():
             pipeline.park_or_close()
         self._pipelines.clear()

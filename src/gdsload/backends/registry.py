@@ -71,7 +71,7 @@ def misfit(backend: Any) -> str:
     """Why this is no backend for this library, or ""."""
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         return "it is not a subclass of gdsload.backends.Backend"
-    if not isinstance(getattr(backend, "name", None), str) or not backend.name:
+    if not _is_named(backend):
         return "it has no name"
     if backend.name == "auto":
         return 'its name "auto" asks for no backend in particular'
@@ -86,6 +86,10 @@ def misfit(backend: Any) -> str:
         )
     missing: frozenset[str] = getattr(backend, "__abstractmethods__", frozenset())
     return f"it does not define {', '.join(sorted(missing))}" if missing else ""
+
+
+def _is_named(backend: Any) -> bool:
+    return isinstance(getattr(backend, "name", None), str) and bool(backend.name)
 
 
 def _taken(name: str) -> str:
@@ -143,13 +147,16 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
     except Exception as error:  # no descriptor left, or broken metadata of some distribution
         refusals["plugins"] = f"they cannot be listed: {type(error).__name__}: {error}"
     for entry in entries:
+        name = entry.name
         try:
             backend = entry.load()
             complaint = misfit(backend) or _taken(backend.name)
+            if _is_named(backend) and not _taken(backend.name):
+                name = backend.name
         except Exception as error:
             complaint = f"it cannot be imported: {type(error).__name__}: {error}"
         if complaint:
-            refusals[entry.value if _taken(entry.name) else entry.name] = complaint
+            refusals[entry.value if _taken(name) else name] = complaint
             log.warning("backend %r (%s) is left out: %s", entry.name, entry.value, complaint)
         else:
             plugins[backend.name] = backend
@@ -174,7 +181,9 @@ def find(name: str) -> type[Backend]:
     found, refusals = discover()
     if name in found:
         return found[name]
-    reason = refusals.get(name, f"unknown (available: {', '.join(sorted(found))})")
+    left_out = "".join(f"; {other} is left out: {why}" for other, why in refusals.items())
+    unknown = f"unknown (available: {', '.join(sorted(found))}{left_out})"
+    reason = refusals.get(name, unknown)
     raise BackendUnavailable(f"backend {name!r}: {reason}", {name: reason})
 
 

@@ -64,7 +64,7 @@ class RemoteBackend(PumpBackend):
         self._fetchers: list[FetchThreads] = []
         self._files: dict[int, RemoteFile] = {}  # by the number that stands for a descriptor
         self._failures: dict[tuple[int, int], RemoteError] = {}  # by file and end of the read
-        # Of files with several sources: what was reported already, or counted by an earlier load.
+        # Of files that count their own bytes: what was reported, or counted by an earlier load.
         self._counted: dict[int, Counter[str]] = {}  # bytes by path
         self._before: dict[int, Counter[str]] = {}  # failovers
 

@@ -3,8 +3,9 @@
     file ─ engine ─► slot of the ring ─ copy by the device ─► memory
 
 A `StagingPipeline` belongs to one device, and to one backend at a time. It is opened and registered
-once, and a later load uses it again. Not responsible for the ring, which belongs to the process. A
-`StagedRequest` maps memory of a device to addresses that the pump, which knows no devices, can use.
+once, and a later load uses it again if it has a `kind`. A `StagedRequest` maps memory of a device
+to addresses that the pump, which knows no devices, can use. Not responsible for the ring, which
+belongs to the process.
 """
 
 from __future__ import annotations

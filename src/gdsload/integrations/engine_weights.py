@@ -97,7 +97,8 @@ class WeightsReader:
         self._held_bytes: int = values.pop("held_bytes", HELD_BYTES)
         self._window_bytes: int = values.pop("window_bytes", STREAM_WINDOW_BYTES)
         self._settings = ReadSettings(**values)
-        device_name.require_target(self.device)
+        if self.device is not None and device_name.require_target(self.device) == "cpu":
+            self.device = "cpu"  # it has other names
         _require_backend(self._settings.backend, self._settings.options)
 
     def read(

@@ -166,7 +166,7 @@ class Limits:
         max_request: The largest request in bytes.
         block: The alignment of requests in bytes, a power of two.
         depth: The number of requests in flight.
-        io_modes: The I/O modes of transfers that it accepts. "mapped" is optional.
+        io_modes: The I/O modes of transfers that it accepts. "direct" and "mapped" are optional.
     """
 
     def __init__(

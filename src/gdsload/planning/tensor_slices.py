@@ -195,7 +195,7 @@ def wanted_tensors(
 
     Args:
         infos: The tensors.
-        slices: The index of each tensor that is not wanted as a whole, by name: a number, a range,
+        slices: The index of each tensor that is not wanted as a whole, by name: a number, a slice,
             an ellipsis, or a tuple of these.
 
     Raises:
@@ -241,7 +241,7 @@ def _indexed(info: TensorInfo, index: Any) -> WantedTensor:
             ranges.append(slice(start, stop, min(step, max(size, 1))))
             continue
         if isinstance(item, bool) or not hasattr(item, "__index__"):
-            raise TypeError(f"{text}, has {item!r}: numbers, ranges and one ellipsis are allowed")
+            raise TypeError(f"{text}, has {item!r}: numbers, slices and one ellipsis are allowed")
         number = whole_number(item)
         if not -size <= number < size:
             raise IndexError(f"{text}, is outside it")

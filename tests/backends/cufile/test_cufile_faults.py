@@ -599,8 +599,8 @@ def test_hanging_ring_registration_is_abandoned(
     with pytest.raises(GdsloadError, match="cannot be closed"):
         gdsload.quiesce(0.05)
     come_back(doubles)
-    while doubles.cufile_log["buffers"] == 0:  # its memory is there, or the double complains
-        time.sleep(0.001)
+    # Its memory is there, or the double complains.
+    wait_for(lambda: doubles.cufile_log["buffers"])
 
 
 @pytest.mark.parametrize("kind", [GdsMtBackend, GdsBackend])
@@ -616,8 +616,8 @@ def test_hanging_file_registration_is_abandoned(
         backend.register(file)
     assert not library.support("cuda:0", False).usable
     come_back(doubles)
-    while doubles.cufile_log["files"] == 0:  # its descriptor is still open, or the double complains
-        time.sleep(0.001)
+    # Its descriptor is still open, or the double complains.
+    wait_for(lambda: doubles.cufile_log["files"])
 
 
 @pytest.mark.parametrize("call", ["cuFileDriverOpen", "cuFileHandleRegister"])
@@ -625,8 +625,7 @@ def test_ctrl_c_ends_the_wait_for_a_call_that_hangs(
     call: str, doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def press() -> None:
-        while not doubles.hung:
-            time.sleep(0.001)
+        wait_for(lambda: doubles.hung)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     for seconds in ("OPEN_SECONDS", "REGISTER_SECONDS"):
@@ -640,8 +639,7 @@ def test_ctrl_c_ends_the_wait_for_a_call_that_hangs(
     assert doubles.hung
     come_back(doubles)
     done = "opens" if call == "cuFileDriverOpen" else "files"
-    while doubles.cufile_log[done] == 0:  # its descriptor is still open, or the double complains
-        time.sleep(0.001)
+    wait_for(lambda: doubles.cufile_log[done])
 
 
 class Interrupted:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -19,18 +19,17 @@ from gdsload.backends.base import (
     OpenFile,
     Option,
     Registration,
-    Registrations,
     Support,
     require_own_process,
 )
 from gdsload.backends.cufile import library
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
-from gdsload.backends.staging import StagedRequest, StagingPipeline
+from gdsload.backends.staging import StagingPipeline
 from gdsload.checkpoint.file_io import close_files
 from gdsload.errors import BackendUnavailable, CuFileError, ReadError
 from gdsload.memory import VRAM, late_copies
 from gdsload.memory.staging_ring import Register, ring_for
-from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 from gdsload.system import gpu
 from gdsload.system.device_name import device_kind
 
@@ -169,13 +168,6 @@ class CuFileBackend(PumpBackend):
         for number, handle in self._handles.items():
             handles.put(number, handle)
         return pipeline
-
-    def prepare(
-        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
-    ) -> StagedRequest:
-        what = memory[0].what if memory else None
-        device = what.device if isinstance(what, Memory) else ""
-        return self._pipeline(device or self._known_device()).prepare(transfers, files, memory)
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         """Bytes by I/O path, according to cuFile's own counters since the last call."""
