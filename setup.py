@@ -185,9 +185,14 @@ class BuildPackage(build_py):
     """
 
     def run(self) -> None:
-        super().run()
         if self.editable_mode:
+            super().run()
             return
+        # A source left by an earlier build, but not part of this one, would be packaged.
+        for built in Path(self.build_lib, "gdsload").rglob("*"):
+            if built.is_file() and built.suffix != ".so":
+                built.unlink()
+        super().run()
         for source in packed_benchmarks():
             target = Path(self.build_lib, "gdsload", source)
             self.mkpath(str(target.parent))

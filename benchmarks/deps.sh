@@ -22,6 +22,8 @@ say() { printf 'bench-deps: %s\n' "$*"; }
 for bundle in "${PIP_CERT:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
     [ ! -f "$bundle" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$bundle}"
 done
+export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0
+unset PIP_TARGET PIP_PREFIX PIP_ROOT
 caches=${XDG_CACHE_HOME:-${HOME:-}/.cache}
 [ -e "$caches" ] || caches=${HOME:-/}
 if [ ! -w "$caches" ] || { [ -e "$caches/uv" ] && [ ! -w "$caches/uv" ]; }; then

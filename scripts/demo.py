@@ -275,3 +275,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except GdsloadError as error:
         sys.exit(f"demo: {error}")
+    except OSError as error:  # such as a checkpoint whose pages only its owner may ask for
+        sys.exit(f"demo: {error.filename or DIRECTORY}: {error.strerror}")

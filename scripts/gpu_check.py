@@ -2075,8 +2075,6 @@ def child(wanted: argparse.Namespace) -> int:
 def check(wanted: argparse.Namespace) -> int:
     """Runs the sections until the budget ends, and writes the summary after each."""
     ends = time.monotonic() + wanted.budget - SUMMARY_SECONDS
-    for name in ("results.jsonl", "log.txt", "summary.md"):  # of an earlier check
-        (wanted.out / name).unlink(missing_ok=True)
     wanted.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     text, good = "no section was run", False
@@ -2086,6 +2084,8 @@ def check(wanted: argparse.Namespace) -> int:
         child_environment(site)
         if why := obstacle(wanted):
             sys.exit(f"gpu-check: {why}")
+        for name in ("results.jsonl", "log.txt", "summary.md"):  # of an earlier check
+            (wanted.out / name).unlink(missing_ok=True)
         held = contextlib.nullcontext() if wanted.gpu else held_devices()
         with held, (wanted.out / "log.txt").open("wb") as log:
             for section in SECTIONS:

@@ -47,12 +47,16 @@ fi
 
 # --- the system's packages --------------------------------------------------------------------
 
+# apt knows the lower-case names alone.
+[ -z "${HTTP_PROXY:-}" ] || export http_proxy="${http_proxy:-$HTTP_PROXY}"
+[ -z "${HTTPS_PROXY:-}" ] || export https_proxy="${https_proxy:-$HTTPS_PROXY}"
 refreshed=
 apt_install() { # package...
     [ -n "$refreshed" ] || apt-get update -qq >/dev/null 2>&1 || say "the package lists are old"
     refreshed=yes
     DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1
+        apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=300 "$@" \
+        >/dev/null 2>&1 # a new machine may be installing its updates
 }
 store=$here/.cache/apt
 apt_here() {
@@ -134,6 +138,9 @@ fi
 # --- the environment --------------------------------------------------------------------------
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Settings of the user's own installations.
+export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0
+unset PIP_TARGET PIP_PREFIX PIP_ROOT
 # shellcheck source=scripts/uv.sh
 . scripts/uv.sh
 

@@ -455,14 +455,24 @@ def test_commands_other_than_load_do_not_import_torch(
     assert ended.stderr == "\n"
 
 
-@pytest.mark.parametrize("words", [["load"], ["serve"], ["bench", "cold"]])
-def test_command_without_torch_names_what_to_install(
-    words: list[str], tiny_checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        (["load"], "torch"),
+        (["serve"], "torch"),
+        (["bench", "cold"], "torch"),
+        (["bench", "cold"], "numpy"),
+        (["bench", "io"], "numpy"),
+    ],
+)
+def test_command_without_a_package_names_what_to_install(
+    words: list[str], package: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    without = f"import sys; sys.modules['torch'] = None\n{COMMAND}"
+    without = f"import sys; sys.modules[{package!r}] = None\n{COMMAND}"
     ended = process(without, *words, tiny_checkpoint, cwd=tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr == "gdsload: torch is not installed: pip install torch\n"
+    text = f"gdsload: {package} is not installed: pip install {package}\n"
+    assert ended.stderr.endswith(text) and "Traceback" not in ended.stderr
 
 
 def test_load_imports_torch(tiny_checkpoint: Path) -> None:

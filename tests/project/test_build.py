@@ -86,6 +86,9 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    left = f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/gdsload/left.py"
+    (unpacked / left).parent.mkdir(parents=True)
+    (unpacked / left).touch()  # of a version that had this module
     return wheel_of(unpacked, tmp_path_factory.mktemp("wheel"))
 
 
@@ -172,6 +175,7 @@ def test_wheel_contains_every_module_and_its_types(wheel: Wheel) -> None:
     tree = {path.name for path in (ROOT / "benchmarks").glob("*.*")} - {"README.md"}
     packed = {name.rpartition("/")[2] for name in wheel.names if "gdsload/benchmarks/" in name}
     assert packed == {name for name in tree if not name.startswith("test_")}
+    assert "gdsload/left.py" not in wheel.names
     compiled = [name for name in sorted(wheel.names) if name.endswith((".pyx", ".c"))]
     assert compiled == [  # compiled by the benchmarks that use them
         "gdsload/benchmarks/bare.c",

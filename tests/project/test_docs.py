@@ -136,6 +136,24 @@ def test_document_links_exist() -> None:
     assert missing == []
 
 
+def anchors(document: Path) -> set[str]:
+    """Those of its headings, outside of blocks of code."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+def test_linked_headings_exist() -> None:
+    missing = []
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", document.read_text()):
+            target = document.parent / link if link else document
+            if "://" not in link and target.suffix == ".md" and anchor not in anchors(target):
+                missing.append(f"{document.name}: {link}#{anchor}")
+    assert missing == []
+
+
 def test_block_is_found_with_mark_and_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

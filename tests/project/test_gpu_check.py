@@ -176,7 +176,10 @@ def test_gpu_check_without_gdsload_torch_or_gpu_ends_before_the_sections(
             (folder / "__init__.py").touch()
         name, _, why = error.partition(": ")
         broken.write_text(f"raise {name}({why!r})")
-    words = ["--budget", "99", "--only", "facts", "--out", tmp_path / "out", "--data", tmp_path]
+    earlier = tmp_path / "out/results.jsonl"
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
+    words = ["--budget", "99", "--only", "facts", "--out", earlier.parent, "--data", tmp_path]
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     ran = subprocess.run(
         [sys.executable, SCRIPT, *words],
@@ -186,7 +189,7 @@ def test_gpu_check_without_gdsload_torch_or_gpu_ends_before_the_sections(
     )
     assert ran.returncode == 1
     assert re.fullmatch(f"gpu-check: {error}\n", ran.stderr)
-    assert not (tmp_path / "out/results.jsonl").exists()
+    assert earlier.read_text() == "{}", "the results of an earlier check are gone"
 
 
 def test_gpu_check_keeps_devices_open_until_the_end(script: ModuleType, tmp_path: Path) -> None:

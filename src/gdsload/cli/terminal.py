@@ -55,9 +55,11 @@ class Commands(click.Group):
         except BrokenPipeError:  # the reader of the output ended, as `| head` does
             code = PIPE_CLOSED
         except ModuleNotFoundError as error:
-            if error.name != "torch" or ctx.meta.get(DEBUG):
+            if error.name not in ("torch", "numpy") or ctx.meta.get(DEBUG):
                 raise
-            click.echo("gdsload: torch is not installed: pip install torch", err=True)
+            click.echo(
+                f"gdsload: {error.name} is not installed: pip install {error.name}", err=True
+            )
             code = 1
         except (GdsloadError, OSError) as error:
             if ctx.meta.get(DEBUG):
