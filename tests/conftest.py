@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import compiled
 import gpudoubles
 from contract import BLOCK, SIZE, bytes_of
 from gdsload.backends import OpenFile
-from gdsload.loading import session
+from gdsload.loading import page_cache_fill, session
 from gdsload.readahead import prefetch
 from gdsload.synthetic import checkpoints
 from gpudoubles import Doubles
@@ -35,6 +36,9 @@ settings.load_profile("busy")
 
 def pytest_configure() -> None:
     """Before other processes of pytest start, so that they share what is compiled."""
+    folder = tempfile.gettempdir()
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise pytest.UsageError(f"{folder} is mounted noexec: set TMPDIR to another directory")
     compiled.folder()
 
 
@@ -94,6 +98,23 @@ def object_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[O
             for name, value in server.environment(scheme).items():
                 monkeypatch.setenv(name, value)
         yield server
+
+
+@pytest.fixture(autouse=True, scope="session")
+def long_read_ahead() -> Iterator[None]:
+    """Loads fill the page cache also where this kernel, or this disk, reads too little ahead."""
+    real = page_cache_fill.read_ahead_bytes
+    huge = page_cache_fill.reads_ahead_by_huge_pages()
+    names = "LEAST_READ_AHEAD" if huge else "LEAST_READ_AHEAD_OF_SMALL_PAGES"
+    least: int = getattr(page_cache_fill, names)
+
+    def read_ahead_bytes(*where: Any) -> int | None:
+        found = real(*where)
+        return found if found is None else max(found, least)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_cache_fill, "read_ahead_bytes", read_ahead_bytes)
+        yield
 
 
 @pytest.fixture

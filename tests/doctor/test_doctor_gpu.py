@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from gdsload.doctor import gpu
 from gdsload.doctor.finding import Finding
 from gdsload.system import shared_libraries
 from gpudoubles import Doubles
-
-
-@pytest.fixture
-def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
-        yield doubles
 
 
 def found() -> dict[str, Finding]:
@@ -70,7 +63,7 @@ def test_measurement_is_shown_and_stale_one_is_partly(doubles: Doubles) -> None:
     findings = found()
     good = findings["measured from xfs /dev/md0 9:0 to Double 0 0000:01:00.0"]
     assert good.verdict == "yes"
-    assert good.detail.startswith("gds_mt is used: gds_mt 12.10 GB/s, posix 8.00 GB/s, on ")
+    assert good.detail.startswith("gds_mt was chosen: gds_mt 12.10 GB/s, posix 8.00 GB/s, on ")
     old = findings["measured from ext4 /dev/sda 8:0 to Double 0 0000:01:00.0"]
     assert old.verdict == "partly" and "30 days ago" in old.detail and old.hint
     shown = json.loads(run("doctor", "--json").stdout)

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,15 @@ from gdsload.loading.settings import ReadSettings
 from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport
-from gdsload.system import device_name, gpu
+from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import PATIENCE_SECONDS
 from waiting import wait_for
 
 
 @pytest.fixture
-def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(device_name, "require_target", str)  # torch knows nothing of the double
-    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
-        yield doubles
+def doubles(loading: Doubles) -> Doubles:
+    return loading
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,10 @@ from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload._native.stage import AddressMap, Ring, Stage
 from gdsload.system import gpu
-from gpudoubles import CODE, Doubles, installed
+from gpudoubles import CODE, Doubles
 
 BLOCK, COUNT = 4096, 8
 OUT_OF_MEMORY = 2  # an error after which the device goes on
-
-
-@pytest.fixture
-def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles]:
-    with installed(monkeypatch, tmp_path) as found:
-        yield found
 
 
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])

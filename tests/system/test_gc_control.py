@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,22 +111,23 @@ def test_child_forked_during_a_pause_collects() -> None:
 def test_thresholds_are_restored_if_another_thread_ends_as_one_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before, ease, other = gc.get_threshold(), gc_control._ease, collector_eased()
+    before, other, ended = gc.get_threshold(), collector_eased(), []
 
-    def interrupted() -> Any:
-        other.__exit__(None, None, None)
-        return ease()
+    def get_threshold() -> tuple[int, int, int]:
+        found = gc.get_threshold()
+        if not ended:
+            ended.append(True)
+            other.__exit__(None, None, None)
+        return found
 
     try:
         other.__enter__()
         with monkeypatch.context() as patch:
-            patch.setattr(gc_control, "_ease", interrupted)
+            module = SimpleNamespace(**vars(gc) | {"get_threshold": get_threshold})
+            patch.setattr(gc_control, "gc", module)
             with collector_eased():
                 pass
-        other.__exit__(None, None, None)
-    except RuntimeError:  # it has ended already
-        pass
-    try:
+        assert ended
         assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*before)

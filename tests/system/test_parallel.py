@@ -55,12 +55,15 @@ def test_parallel_map_closed_early_discards_results() -> None:
 
 def test_parallel_map_leaves_no_cycles_of_errors() -> None:
     """What the work held, such as connections, goes when its errors have been handled."""
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
     errors: list[weakref.ref[BaseException]] = []
 
     def work(number: int) -> int:
         if number:  # it fails when the caller has gone
+            begun.set()
             release.wait()
+        else:
+            assert begun.wait(PATIENCE_SECONDS)
         error = CheckpointError(f"item {number}")
         errors.append(weakref.ref(error))
         try:
