@@ -65,7 +65,7 @@ class BackendChosen(Event):
 
     Attributes:
         backend: Its name.
-        engine: The engine of the posix backend, or "".
+        engine: Its engine: that of the posix backend, or the mode of cuFile; "" if it has none.
         reason: Why it was chosen, or "".
     """
 

@@ -138,7 +138,7 @@ def measured() -> list[Finding]:
         )
         day = time.strftime("%Y-%m-%d", time.localtime(each.at))
         stale = each.stale(tuning_cache.versions(), time.time())
-        detail = f"{each.choice} is used: {rates}, on {day}{stale and f'; {stale}'}"
+        detail = f"{each.choice} was chosen: {rates}, on {day}{stale and f'; {stale}'}"
         name = f"measured from {each.mount} to {each.device}"
         hint = "the next large load there measures again"
         found.append(Finding(name, PARTLY if stale else YES, detail, hint))

@@ -1,7 +1,8 @@
 """Cancelling a load from outside: from another thread or from an event loop.
 
-The load runs in a context with a `CancelToken`. Code in it that waits for reads registers a
-function that ends the wait. Native reads continue until then; no thread is killed.
+The load runs in a context with a `CancelToken`. Code in it that waits calls `check` again and
+again. Threads that wait for its reads, as those of transformers do, have no such context: the load
+registers a function that ends these reads (`ended_by`). No thread is killed.
 """
 
 from __future__ import annotations

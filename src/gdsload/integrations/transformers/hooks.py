@@ -20,8 +20,8 @@ What one load tells the functions of transformers that it calls is in context va
     `_failures`                  errors of loads inside           `transformers.pipeline`
     `patches.running`            the `ModelReader`                the entry point hook
     `module_callbacks.in_effect` the callbacks for modules        `from_pretrained`
-    `stand_ins._in_effect`       URLs by stand-in                 `from_pretrained` of a URL
-    `stand_ins.open_checkpoint`  a checkpoint that is open        `from_pretrained`
+    `stand_ins._in_effect`       URLs by stand-in                 `stand_in`
+    `stand_ins.open_checkpoint`  a checkpoint that is open        `stand_in`, `speculative_prefetch`
 """
 
 from __future__ import annotations

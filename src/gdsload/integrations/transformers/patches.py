@@ -1,7 +1,8 @@
 """Replacements for functions of transformers' `core_model_loading` and `modeling_utils`.
 
 They act only while gdsload reads the weights of a model (`running`); otherwise each calls the
-original, but for `re.compile`. The hooks that start such a load are in `hooks`.
+original, but for `re.compile` and `_tied_params_are_equal`. The hooks that start such a load are in
+`hooks`.
 
     _materialize_copy         a tensor that is cast or merged is copied straight into its parameter
     torch.stack, torch.cat    return the parameter if its parts are already merged in it
