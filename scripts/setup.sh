@@ -50,6 +50,7 @@ fi
 # apt knows the lower-case names alone.
 [ -z "${HTTP_PROXY:-}" ] || export http_proxy="${http_proxy:-$HTTP_PROXY}"
 [ -z "${HTTPS_PROXY:-}" ] || export https_proxy="${https_proxy:-$HTTPS_PROXY}"
+[ -z "${NO_PROXY:-}" ] || export no_proxy="${no_proxy:-$NO_PROXY}"
 refreshed=
 apt_install() { # package...
     [ -n "$refreshed" ] || apt-get update -qq >/dev/null 2>&1 || say "the package lists are old"

@@ -20,6 +20,12 @@ class Plain(PosixBackend):
     name = "plain"
 
 
+class NextPlain(Plain):
+    """A newer version of it, for a newer gdsload."""
+
+    api_version = (API_VERSION[0] + 1, 0)
+
+
 class Unusable(PosixBackend):
     name = "unusable"
 
@@ -201,6 +207,9 @@ def test_plugin_that_is_left_out_is_found_by_its_own_name(entries: list[EntryPoi
     entries.append(EntryPoint("broken", f"{__name__}:Gone", registry.GROUP))
     with pytest.raises(gdsload.BackendUnavailable, match="made for plugin API"):
         registry.find("newer")
+    entries.append(entry("Plain"))
+    entries.append(EntryPoint("next", f"{__name__}:NextPlain", registry.GROUP))
+    assert registry.find("plain") is Plain and registry.probe_all()["plain"].usable
     with pytest.raises(
         gdsload.BackendUnavailable, match=r"unknown .*; broken is left out: it cannot"
     ):

@@ -254,6 +254,18 @@ def test_panic_of_the_only_source_is_its_reason(memory: Directories) -> None:
         gdsload.load_file(gdsload.replicas("mem://a", "mem://b"))
 
 
+def test_source_that_panics_while_it_sends_is_replaced(memory: Directories, model: Path) -> None:
+    name = sorted(each.name for each in model.glob("*.safetensors"))[0]
+    source = gdsload.replicas(f"mem://a/{name}", model / name)
+    with gdsload.safe_open(source) as opened:
+        memory("mem://a").files[name].always = Fault(bytes=0, crash=Panic("it panicked"))
+        reasons = []
+        for tensor in opened.offset_keys():
+            assert torch.equal(opened.get_tensor(tensor), TENSORS[tensor])
+            reasons += gdsload.last_report().refusals.values()
+    assert any("it panicked" in reason for reason in reasons)
+
+
 @pytest.mark.parametrize("kind", [CheckpointUnreadable, CheckpointAccessError])
 def test_source_that_is_down_is_asked_once(
     memory: Directories, model: Path, kind: type[CheckpointUnreadable]

@@ -211,7 +211,7 @@ def probe_all(device: str = "cpu") -> dict[str, Support]:
     """
     found, refusals = discover()
     answers = {name: _probe(backend, device) for name, backend in found.items()}
-    return answers | {name: Support(False, (reason,)) for name, reason in refusals.items()}
+    return {name: Support(False, (reason,)) for name, reason in refusals.items()} | answers
 
 
 def choose(

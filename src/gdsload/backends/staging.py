@@ -80,7 +80,7 @@ class StagingPipeline:
             why = _explain(error.errno or 0) or str(error.strerror)
             text = f"backend {name!r} cannot be opened for cuda:{ring.ordinal}: {why}"
             raise BackendUnavailable(text, {name: why}) from error
-        ring.users.add(self)
+        ring.enter(self)
 
     def prepare(
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
@@ -119,7 +119,7 @@ class StagingPipeline:
         """Ends the thread. False if a read hangs: then the thread ends after that read."""
         ended = self.pump.close(DRAIN_SECONDS)
         # Not before: the ring would take slots that are still lent for those of reads that hang.
-        self.ring.users.discard(self)
+        self.ring.leave(self)
         return ended
 
 

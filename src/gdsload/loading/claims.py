@@ -26,7 +26,7 @@ from gdsload.checkpoint.locate import hub_folder
 from gdsload.errors import CheckpointError, StallError
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange
-from gdsload.remote.urls import is_url, split_file
+from gdsload.remote.urls import is_url, sources_of, split_file
 from gdsload.report import LoadReport
 from gdsload.system.cancellation import check
 from gdsload.system.gc_control import collector_paused, imports_done
@@ -218,7 +218,10 @@ class Offer:
     def may_hold(self, path: str) -> bool:
         """Whether a file may be among those that the prefetch is about to open, by its path."""
         if is_url(self.source) or is_url(path):
-            return path.startswith(self._directory_url())
+            directory = self._directory_url()
+            # A list of sources goes on with the next one.
+            ends = "/" if is_url(directory) and not sources_of(directory) else ""
+            return path == self.source or path.startswith(directory.rstrip("/") + ends)
         files = os.path.abspath(path), os.path.realpath(path)
         if not os.path.exists(self.source):
             folder = hub_folder(self.source)

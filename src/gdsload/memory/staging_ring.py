@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 # measured on a GPU.
 IDLE_SECONDS = 10.0
 _SLAB_ALIGN = 64 << 10  # cuFile needs 4 KiB; GPUs map memory in units of this
+
+# How often, and after how long, a ring is asked again whether reads that hang keep its slots.
+_LOOKS, _LOOK_SECONDS = 3, 0.002
 
 # Registers a slab of VRAM (address, bytes), adds refusals to the notes of the ring, and returns the
 # function that undoes it.
@@ -181,11 +184,28 @@ class StagingRing(quiesce.Holder):
     def usable(self) -> bool:
         """Whether half of its slots, or more, can be lent to a load. Slots that no pipeline in use
         has borrowed belong to reads that hang."""
+        for _ in range(_LOOKS):
+            # Asked before and after: slots that come or go meanwhile are no lost ones.
+            before, lent, after = self._borrowed(), self.native.lent, self._borrowed()
+            if lent - max(before, after) <= self.native.count // 2:
+                return True
+            time.sleep(_LOOK_SECONDS)
+        return False
+
+    def _borrowed(self) -> int:
+        """Slots that the pipelines in use have borrowed."""
         with self._lock:
-            users = [*self.users]
-        # Asked before and after: slots that come or go meanwhile are no lost ones.
-        before, lent, after = _slots_of(users), self.native.lent, _slots_of(users)
-        return bool(lent - max(before, after) <= self.native.count // 2)
+            return sum(pipeline.stage.lent for pipeline in self.users)
+
+    def enter(self, pipeline: StagingPipeline) -> None:
+        """Notes that a pipeline is in use."""
+        with self._lock:
+            self.users.add(pipeline)
+
+    def leave(self, pipeline: StagingPipeline) -> None:
+        """Undoes `enter`."""
+        with self._lock:
+            self.users.discard(pipeline)
 
     def give_up(self) -> None:
         """Marks the ring unusable: its memory stays as long as a read may still write to it. The
@@ -203,9 +223,11 @@ class StagingRing(quiesce.Holder):
     def end(self) -> None:
         """At the end of the process: stops all threads that read through the ring, and frees the
         memory unless a slot is still lent."""
-        for pipeline in [*self.users]:
+        with self._lock:
+            users = [*self.users]
+        for pipeline in users:
             pipeline.close()
-            self.users.discard(pipeline)
+            self.leave(pipeline)
         if self.retire():
             self.free()
 
@@ -242,10 +264,6 @@ class StagingRing(quiesce.Holder):
     def quiesce(self) -> None:
         late_copies.forget_ended()  # each has gone through a ring
         release_rings(self.kind, self.ordinal)
-
-
-def _slots_of(pipelines: Iterable[StagingPipeline]) -> int:
-    return sum(pipeline.stage.lent for pipeline in pipelines)
 
 
 def _release(release: Callable[[int], object], found: list[int]) -> None:

@@ -251,7 +251,7 @@ class ReplicaFile(RemoteFile):
             file.close()
 
 
-def _text_of(error: Exception) -> str:
+def _text_of(error: BaseException) -> str:
     known = isinstance(error, (GdsloadError, OSError))
     return str(error) if known else f"{type(error).__name__}: {error}"
 
@@ -320,8 +320,10 @@ class Stream:
                     self._changed.wait_for(self._is_asked)
                     if self._closed:
                         return
-        except BaseException as error:  # a panic of native code is no Exception
+        except Exception as error:
             self._error = error
+        except BaseException as error:  # a panic of native code: another source may work
+            self._error = self._file.error(_text_of(error))
         finally:
             with self._lock:
                 self._ended = True
