@@ -159,7 +159,7 @@ def measure(
             runs += found
             for state, kinds in round_costs.items():
                 for kind, took in kinds.items():
-                    costs[state][kind].append(took)
+                    costs[state][kind].append(round(took, 7))
     runs = [run for run in runs if run["arm"] not in left_out]
     return Measured(arms, runs, discarded, left_out, costs)
 
