@@ -103,10 +103,7 @@ def object_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[O
 @pytest.fixture(autouse=True, scope="session")
 def long_read_ahead() -> Iterator[None]:
     """Loads fill the page cache also where this kernel, or this disk, reads too little ahead."""
-    real = page_cache_fill.read_ahead_bytes
-    huge = page_cache_fill.reads_ahead_by_huge_pages()
-    names = "LEAST_READ_AHEAD" if huge else "LEAST_READ_AHEAD_OF_SMALL_PAGES"
-    least: int = getattr(page_cache_fill, names)
+    real, least = page_cache_fill.read_ahead_bytes, page_cache_fill.least_read_ahead()
 
     def read_ahead_bytes(*where: Any) -> int | None:
         found = real(*where)

@@ -336,7 +336,7 @@ def test_slice_is_compared_in_the_blocks_that_it_contains(tmp_path: Path) -> Non
 
 def test_differing_bytes_do_not_enter_the_pool(source: Path) -> None:
     flip_in(source, NORM)
-    with warmup.HostPool(32 << 20):
+    with warmup.HostPool(32 << 20) as pool:
         for load in (by_load_file, by_model, by_stream):
             with pytest.raises(IntegrityError):
                 load(source)
@@ -345,6 +345,7 @@ def test_differing_bytes_do_not_enter_the_pool(source: Path) -> None:
             ahead.wait()
         gdsload.load_file(source, names=[NORM])
         assert gdsload.last_report().paths.get("pool", 0) == 0
+        assert pool.held_bytes <= 32 << 20
 
 
 def test_bytes_of_a_pool_are_compared(source: Path) -> None:

@@ -233,9 +233,9 @@ def test_invalid_limits_raise(bad: dict[str, int], fault: str) -> None:
 
 
 def test_smallest_limits_are_accepted() -> None:
-    least = Limits(max_request=1, block=1, depth=1, io_modes=("buffered",))
+    least = Limits(max_request=1, block=1, depth=1, io_modes=("direct",))
     assert (least.max_request, least.block, least.depth) == (1, 1, 1)
-    assert least.io_modes == ("buffered",)
+    assert least.io_modes == ("direct",)
     assert set(Limits().io_modes) == {"direct", "buffered"}
     assert (Limits().max_request, Limits().block, Limits().depth) == (4 << 20, 4096, 16)
 

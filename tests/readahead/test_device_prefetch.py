@@ -524,7 +524,8 @@ def test_it_is_closed_while_copies_are_on_their_way(
     before = doubles.cuda_log
     doubles.hold_copies(True)
     ahead = ahead_of(source, backend)
-    wait_for(lambda: ahead.wait(0.01) or doubles.cuda_log["copies"] != before["copies"])
+    wait_for(lambda: doubles.cuda_log["copies"] != before["copies"])
+    assert not ahead.wait(0.01)
     ahead.close()
     assert doubles.cuda_log["used"] > before["used"]
     doubles.hold_copies(False)

@@ -55,6 +55,11 @@ ONLY_SOME = "filled by some reads only"
 PAST_OPTIONS = frozenset({"pages", "request_bytes"})
 
 
+def least_read_ahead() -> int:
+    """Bytes that the kernel must read ahead, at least, for filling the page cache to pay."""
+    return LEAST_READ_AHEAD if reads_ahead_by_huge_pages() else LEAST_READ_AHEAD_OF_SMALL_PAGES
+
+
 class PageCacheFill:
     """The decision for one checkpoint.
 
@@ -152,9 +157,7 @@ class PageCacheFill:
         return ""
 
     def _why_only_if_asked(self, nbytes: int) -> str:
-        huge = reads_ahead_by_huge_pages()
-        least = LEAST_READ_AHEAD if huge else LEAST_READ_AHEAD_OF_SMALL_PAGES
-        if self._read_ahead is not None and self._read_ahead < least:
+        if self._read_ahead is not None and self._read_ahead < least_read_ahead():
             return f"a read-ahead of {self._read_ahead:,} bytes is too short for the disk"
         if nbytes < FILL_SHARE * self._total_bytes:
             return f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"

@@ -7,7 +7,7 @@ PageCacheWarmup    reads into a small scratch buffer, to fill the page cache
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, Progress
@@ -21,6 +21,7 @@ from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import (
     ByteRange,
     Location,
+    MergedRange,
     ReadPlan,
     Target,
     Transfer,
@@ -140,23 +141,21 @@ class PageCacheWarmup(PrefetchBatch):
 
 def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     """Buffered reads of the bytes that are not in the page cache, in file order."""
+    merged_ranges = merged_ranges_of(ranges, 0)
+    cold = list(_cold_pieces(session, merged_ranges))
+    # A backend is opened only if there is something to read.
+    most = session.open().limits(session.device).max_request if cold else WARM_REQUEST_BYTES
+    request_bytes = min(WARM_REQUEST_BYTES, most)
+    slots = SCRATCH_BYTES // request_bytes
     transfers: list[Transfer] = []
     ends: list[tuple[int, int]] = []
-    merged_ranges = merged_ranges_of(ranges, 0)
-    request_bytes = min(WARM_REQUEST_BYTES, session.open().limits(session.device).max_request)
-    slots = SCRATCH_BYTES // request_bytes
-    for merged in merged_ranges:
-        fd = session.checkpoint.shards[merged.shard].fd
-        for offset in range(merged.offset, merged.end, request_bytes):
-            length = min(request_bytes, merged.end - offset)
-            if page_cache.wholly_resident(fd, offset, length):
-                continue
+    for shard, start, end in cold:
+        for offset in range(start, end, request_bytes):
+            length = min(request_bytes, end - offset)
             tag = len(transfers)
             place = tag % slots * request_bytes
-            transfers.append(
-                Transfer(merged.shard, offset, length, length, 0, place, "buffered", tag)
-            )
-            ends.append((merged.shard, offset + length))
+            transfers.append(Transfer(shard, offset, length, length, 0, place, "buffered", tag))
+            ends.append((shard, offset + length))
     locations = {}
     starts = [(transfer.shard, transfer.offset) for transfer in transfers]
     for name, shard, offset, nbytes in ranges:
@@ -166,6 +165,18 @@ def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     targets = (Target(0, 0, min(len(transfers), slots) * request_bytes),) if transfers else ()
     wanted = sum(each.nbytes for each in ranges)
     return ReadPlan(tuple(transfers), targets, tuple(merged_ranges), locations, (), wanted)
+
+
+def _cold_pieces(
+    session: Session, merged_ranges: Iterable[MergedRange]
+) -> Iterator[tuple[int, int, int]]:
+    """The shard, the first byte and the end of each piece that is not in the page cache."""
+    for merged in merged_ranges:
+        fd = session.checkpoint.shards[merged.shard].fd
+        for offset in range(merged.offset, merged.end, WARM_REQUEST_BYTES):
+            end = min(offset + WARM_REQUEST_BYTES, merged.end)
+            if not page_cache.wholly_resident(fd, offset, end - offset):
+                yield merged.shard, offset, end
 
 
 def fitting(ranges: Sequence[ByteRange], limit_bytes: int | None) -> list[ByteRange]:
