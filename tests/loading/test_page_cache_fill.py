@@ -6,8 +6,10 @@ import mmap
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from random import Random
@@ -85,6 +87,27 @@ def test_folios_of_each_kind_give_the_same_bytes(several_streams: Path, pages: s
     expected = safetensors.torch.load_file(several_streams)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_was_read_ahead_while_the_process_was_stopped_counts_as_read(
+    several_streams: Path,
+) -> None:
+    """Reads of more than a second end short, and go on behind what the kernel has read ahead."""
+    make_cold(several_streams)
+    code = (
+        "import sys, gdsload, torch; print(flush=True); gdsload.load_file(sys.argv[1],"
+        " page_cache='fill', progress=False); print(*gdsload.last_report().paths)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, several_streams], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.06)
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(1.3)
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout.read() == "posix/threads/mapped\n"
 
 
 @pytest.mark.parametrize("pages", MODES)

@@ -31,7 +31,7 @@ cdef struct FreshMemory:
     int64_t small_units
     int64_t bounced_bytes # bytes that were read to a bounce buffer and copied
     int64_t present_bytes # of a mapping: bytes that were in the page cache, and were not read
-    int looked_up         # of a mapping: whether a read has looked which bytes these are
+    int cold              # of a mapping: whatever is in the page cache now was read for this request
 
 cdef struct Read:
     int fd                # open descriptor to read from

@@ -276,10 +276,10 @@ cdef void find_present(const Read *read, uint8_t *present) noexcept nogil:
     """Notes for each unit of a read whether it was in the page cache before anything was read. Of a
     read that goes on after it ended short, no unit counts: what the kernel has read ahead is there."""
     cdef uint64_t done = 0, length, number = 0
-    cdef int goes_on = read.memory != NULL and read.memory.looked_up
-    cdef int any_is = not goes_on and present_bytes(read, 0, read.length) > 0
+    cdef int cold = read.memory != NULL and read.memory.cold
+    cdef int any_is = not cold and present_bytes(read, 0, read.length) > 0
     if read.memory != NULL:
-        read.memory.looked_up = 1
+        read.memory.cold = 1
     while done < read.length:
         length = unit_part(read, done)
         present[number] = any_is and present_bytes(read, done, length) >= length

@@ -17,6 +17,7 @@ from posix.unistd cimport getpid
 from gdsload._native.atomics cimport gds_load
 from gdsload._native.engine cimport BUFFERED, DIRECT, MAPPED
 from gdsload._native.memory cimport CRegion, retain_region
+from gdsload._native.pages cimport pages_in_cache
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_ns, pthread_cond_signal, pthread_cond_timedwait, pthread_mutex_lock,
     pthread_mutex_unlock,
@@ -92,6 +93,19 @@ cdef int add_read(CRequest *request, object transfer, Target *targets, Py_ssize_
         retain_region(target.region)
     request.count += 1
     return 0
+
+
+cdef void find_cold(CRequest *request) noexcept nogil:
+    """Notes of which mapped ranges nothing is in the page cache. To be called before anything is
+    read: what the kernel reads ahead for one read may belong to the next one."""
+    cdef Op *op
+    cdef int i
+    for i in range(request.count):
+        op = &request.ops[i]
+        if op.io_mode == MAPPED:
+            op.memory.cold = pages_in_cache(
+                request.files[op.file].buffered_fd, op.offset, op.length
+            ) <= 0
 
 
 # No collector: it would clear `pump` before __dealloc__, which needs it to find out whether reads are
@@ -172,7 +186,6 @@ cdef class Request:
             op.posted_ns = op.done_ns = 0
             op.memory.huge_units = op.memory.small_units = 0
             op.memory.bounced_bytes = op.memory.present_bytes = 0
-            op.memory.looked_up = 0
             op.direct = (
                 op.io_mode == DIRECT
                 and file.direct_fd >= 0
@@ -215,6 +228,8 @@ cdef class Request:
         if pump.broken or not pump.running or self.pid != getpid():
             raise OSError(-pump.broken or EBADF, "the pump has ended")
         with nogil:
+            if not self.request.posted:
+                find_cold(self.request)
             pthread_mutex_lock(&pump.lock)
             if self.request.posted:
                 error = 2
