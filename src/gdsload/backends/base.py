@@ -338,6 +338,17 @@ class Backend(ABC):
         """Ends a request, also one in flight. After it, nothing is written to memory that can be
         freed: reads are cancelled, awaited, or the memory is kept alive."""
 
+    def is_idle(self, request: Any) -> bool:
+        """Whether nothing writes to the memory of a released request any more.
+
+        False while reads or copies may, in memory that is kept alive: another backend then waits
+        before it reads to the same place.
+
+        Args:
+            request: A released request.
+        """
+        return True
+
     def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
         """Waits for transfers; may return earlier.
 

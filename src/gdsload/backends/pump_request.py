@@ -120,6 +120,11 @@ class PumpedRequest:
             self.transfers, direct, short_reads, retries, refusals, times, huge, small
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing writes to its memory any more; to be asked after `end`."""
+        return True
+
     def end(self) -> None:
         """Ends it: nothing is written to memory that can be freed any more."""
         self.native.cancel()
@@ -204,6 +209,9 @@ class PumpBackend(Backend):
 
     def release(self, request: PumpedRequest) -> None:
         request.end()
+
+    def is_idle(self, request: PumpedRequest) -> bool:
+        return request.is_idle
 
     def yield_to_loads(self, request: PumpedRequest, ahead: bool) -> None:
         request.yield_to_loads(ahead)

@@ -261,11 +261,11 @@ class StagedRequest(PumpedRequest):
     def _keep_memory(self) -> None:
         """Keeps the memory until the device, which is busy with other work, has ended the copies:
         it must not be used for anything else before."""
-        if not self.copies_ended:
-            late_copies.keep(self, lambda: self.copies_ended)
+        if not self.is_idle:
+            late_copies.keep(self, lambda: self.is_idle)
         self._may_be_copied = False
 
     @property
-    def copies_ended(self) -> bool:
-        """Whether no copy into its memory is under way; to be asked once it has ended."""
+    def is_idle(self) -> bool:
+        """Whether no copy into its memory is under way; to be asked after `end`."""
         return self._addresses.end(0.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,24 @@ import pytest
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
 from devicetensors import TorchCuda
-from gdsload.backends import VRAM, Memory, OpenFile, Progress, Registration, tuning_cache
+from gdsload.backends import (
+    VRAM,
+    Backend,
+    Limits,
+    Memory,
+    OpenFile,
+    Option,
+    Progress,
+    Registration,
+    Support,
+    registry,
+    tuning_cache,
+)
 from gdsload.backends.auto import backend as backend_module
 from gdsload.backends.auto.backend import MOST_FAILURES, AutoBackend
 from gdsload.backends.auto.candidate import Candidate
 from gdsload.backends.auto.request import AutoRequest, Part
-from gdsload.backends.base import Failure
+from gdsload.backends.base import Failure, Registrations
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import PlacementError, ReadError, ShortRead
@@ -80,6 +94,58 @@ def test_false_end_of_file_is_no_short_read(
     with pytest.raises(ReadError, match="though the file goes on") as caught:
         gdsload.load_file(checkpoint, "cuda:0", backend=backend, options=SMALL)
     assert not isinstance(caught.value, ShortRead)
+
+
+class Unlucky(Backend):
+    """A backend of a user: all of its reads fail."""
+
+    name = "gds_mt"
+    memory_kinds = frozenset({VRAM})
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        return tuple(Option(name, 0, "") for name in SMALL)
+
+    @classmethod
+    def probe(cls, device: str = "cpu") -> Support:
+        return Support(True)
+
+    def limits(self, device: str = "cpu") -> Limits:
+        return Limits(MIB, 4)
+
+    def register(self, what: OpenFile | Memory) -> Registration:
+        return Registration(what)
+
+    def deregister(self, registration: Registration) -> None:
+        pass
+
+    def prepare(
+        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
+    ) -> list[int]:
+        return list(range(len(transfers)))
+
+    def post(self, request: list[int]) -> None:
+        pass
+
+    def check(self, request: list[int]) -> Progress:
+        settled = request.copy()
+        request.clear()
+        return Progress(settled, [Failure(number, 0, errno.EIO) for number in settled], True)
+
+    def release(self, request: list[int]) -> None:
+        pass
+
+
+def test_backend_of_a_user_that_fails_is_left(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.3)
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register_backend(Unlucky)
+    report = load(checkpoint)
+    assert report.backend == "posix"
+    assert report.failovers.keys() == {"gds_mt -> posix"}
+    assert "Input/output error" in report.refusals["gds_mt"]
 
 
 def test_lost_reads_of_the_last_backend_are_failures(

@@ -369,7 +369,7 @@ class AutoBackend(Backend):
                 candidate.read_bytes += nbytes
                 if path.rpartition("/")[2] in _COMPAT:
                     candidate.compat_bytes += nbytes
-        if again and part.ended and not part.copies_ended:
+        if again and part.ended and not part.is_idle:
             request.held.append((part, again))
         elif again:
             self._pass_on(request, again, candidate)

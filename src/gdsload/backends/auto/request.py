@@ -64,7 +64,7 @@ class AutoRequest:
     def take_released(self) -> list[tuple[Part, list[Transfer]]]:
         """Removes what was held for copies that have ended meanwhile."""
         found = self.held
-        self.held = [each for each in found if not each[0].copies_ended]
+        self.held = [each for each in found if not each[0].is_idle]
         return [each for each in found if each not in self.held]
 
     def settle(self, transfer: Transfer, failure: Failure | None) -> None:
@@ -131,9 +131,9 @@ class Part:
         return (low, high - 1) if 0 in self._settled[low:high] else None
 
     @property
-    def copies_ended(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no copy of it is under way any more; to be asked once it has ended."""
-        return bool(self.request.copies_ended)
+        return self.candidate.backend.is_idle(self.request)
 
     @property
     def ended_seconds(self) -> float:
