@@ -1,6 +1,6 @@
 """Loads for asyncio: `astream` and `afrom_pretrained`.
 
-Native threads read, and threads of the loop's executor wait for them.
+Native threads read, and a thread of each load waits for them.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from contextvars import ContextVar, copy_context
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from gdsload.api import STREAM_WINDOW_BYTES, stream
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
-from gdsload.integrations.transformers.monkeypatch import held
-from gdsload.system import torch_thread
+from gdsload.system import async_call
 from gdsload.system.cancellation import CancelToken, check
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import STALL_SECONDS
@@ -37,26 +34,10 @@ _END = ("", None)
 _LOOK_SECONDS = 0.05  # between two looks whether a thread has ended
 
 
-def _in_executor(call: Callable[..., Any], *args: Any, **named: Any) -> asyncio.Future[Any]:
-    """Calls in a thread of the loop's executor, with the caller's context variables, and what torch
-    keeps for its thread.
-
-    Raises GdsloadError if no thread can be started; the call is then never made.
-    """
-    wanted = True
-    context, same_as_here = copy_context(), torch_thread.of_this_thread()
-
-    def run() -> Any:  # the executor queues a call even if it can start no thread for it
-        if not wanted:
-            return None
-        with same_as_here():
-            return context.run(call, *args, **named)
-
-    try:
-        return asyncio.get_running_loop().run_in_executor(None, run)
-    except (RuntimeError, MemoryError) as error:
-        wanted = False
-        raise GdsloadError(f"no thread can be started to load in: {error}") from error
+def _run_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := calls.get()) is not None:
+        run()
+        del run  # it keeps a tensor
 
 
 async def astream(
@@ -108,7 +89,7 @@ async def astream(
         progress: As for `load_file`.
         stall_seconds: As for `load_file`.
         verify: As for `load_file`.
-        on_event: As for `load_file`; called in threads of the loop's executor.
+        on_event: As for `load_file`; called in a thread of the load.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -130,23 +111,26 @@ async def astream(
     tensors = stream(**locals())  # the parameters are those of `stream`
     stop = CancelToken()
     step: asyncio.Future[Any] | None = None
+    calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+    # A daemon: an iterator that is never closed would keep the interpreter from ending.
+    async_call.start(partial(_run_all, calls), daemon=True)
     try:
         while True:
-            stop.begun = stop.over = False
-            step = _in_executor(stop.run, next, tensors, _END)
+            stop.over = False
+            run, step = async_call.prepared(stop.run, next, tensors, _END)
+            calls.put(run)
             name, tensor = await asyncio.shield(step)
             if tensor is None:
                 return
             yield name, tensor
     finally:
-        if step is not None and not step.done():
-            await _end(stop, step)
-        stop.ask()
         try:
-            closing = _in_executor(_close, tensors)
-        except GdsloadError:
-            _close(tensors)
-        else:
+            if step is not None and not step.done():
+                await _end(stop, step)
+        finally:
+            run, closing = async_call.prepared(_close, tensors)
+            calls.put(run)
+            calls.put(None)
             await closing
 
 
@@ -161,12 +145,6 @@ def _close(tensors: Any) -> None:
 
 
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
-# Whether this is the context of a callback. Loads in it do not wait for the loop's turn: the load
-# that has the turn waits for the callback.
-_in_callback: ContextVar[bool] = ContextVar("gdsload.in_callback", default=False)
-# By event loop: at most one load is in a thread of its executor. If all waited there for a turn, no
-# thread would be left for the rest of the program. A loop without loads has no entry.
-_loop_turns: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakValueDictionary()
 
 
 def _in_turn(source: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> Any:
@@ -176,8 +154,7 @@ def _in_turn(source: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> An
     def in_a_pause(name: str, module: Any) -> None:
         turn.release()
         try:
-            with held(_in_callback, True):
-                callback(name, module)
+            callback(name, module)
         finally:
             turn.acquire()
 
@@ -194,7 +171,7 @@ def _in_turn(source: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> An
 async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     """`gdsload.from_pretrained` for `await`: the event loop runs while the model loads.
 
-    The load runs in a thread of the loop's executor, with the caller's context variables, default
+    The load runs in a thread of its own, with the caller's context variables, default
     device of torch, current GPU and current streams; `on_module_ready` is called there. Loads run
     one after the other, because transformers changes state of the whole process while it builds a
     model; during a callback, others may run.
@@ -218,25 +195,18 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
         >>> model = await gdsload.afrom_pretrained("model", device_map="cuda:0")
     """
     stop = CancelToken()
-    lock: AbstractAsyncContextManager[Any] = nullcontext()
-    if not _in_callback.get():
-        lock = _loop_turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-    async with lock:
-        # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
-        loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
-        try:
-            return await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            await _end(stop, loading)
-            raise
+    # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
+    loading = async_call.in_thread(stop.run, _in_turn, source, *args, **kwargs)
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        await _end(stop, loading)
+        raise
 
 
 async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:
-    """Cancels what a thread loads, and waits for its end, unless it has not begun."""
+    """Cancels what a thread loads, and waits for its end."""
     stop.ask()
-    if not stop.begun:  # the executor has no thread left: the call raises at once if one gets free
-        load.cancel()
-        return
     # Retrieved, so that asyncio does not log it: also if this wait is cancelled as well.
     load.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     was_over = False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.selection import repeatable
+from gdsload.errors import GdsloadError
 from gdsload.memory.host_buffers import current_pool
 from gdsload.memory.host_pool import HostPool
 from gdsload.readahead.prefetch import CANCELLED, CLOSED, FAILED, Prefetch, prefetch, started
@@ -160,23 +161,29 @@ class Hook:
         return ahead
 
     async def __aenter__(self) -> dict[str, Prefetch]:
-        import asyncio  # slow to import, and scripts do not need it
+        from gdsload.system.async_call import in_thread  # scripts do not need asyncio
 
         ahead = self.start()
         try:
             if self._wait:
-                await asyncio.to_thread(ahead.wait)
+                await in_thread(ahead.wait)
         except BaseException:  # `__aexit__` is not called, and a thread may still wait for reads
             await self.__aexit__()
             raise
         return {"gdsload": ahead}
 
     async def __aexit__(self, *_: object) -> None:
-        import asyncio
+        from gdsload.system.async_call import in_thread
 
         ahead, self._prefetch = self._prefetch, None
-        if ahead is not None:
-            await asyncio.to_thread(ahead.close)
+        if ahead is None:
+            return
+        try:
+            closing = in_thread(ahead.close)
+        except GdsloadError:  # no thread: the reads are cancelled, and it waits for them shortly
+            ahead.close()
+        else:
+            await closing
 
 
 def hook(

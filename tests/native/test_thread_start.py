@@ -143,25 +143,36 @@ def test_parallel_map_thread_out_of_memory_raises() -> None:
         list(results)
 
 
-def test_async_loads_without_a_thread_end_in_an_error(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+@pytest.mark.usefixtures("no_threads")
+def test_async_loads_without_a_thread_end_in_an_error(path: Path) -> None:
     async def streamed() -> None:
         async for _ in gdsload.astream(path):
             pass
 
-    async def loaded() -> None:
-        await gdsload.afrom_pretrained(path.parent)
+    for load in (streamed(), gdsload.afrom_pretrained(path.parent)):
+        with pytest.raises(GdsloadError, match="no thread can be started"):
+            asyncio.run(load)
 
-    async def main() -> None:
-        with monkeypatch.context() as none:
-            none.setattr(threading.Thread, "start", refuse)
-            for load in (streamed, loaded):
-                with pytest.raises(GdsloadError, match="no thread can be started"):
-                    await load()
-        await streamed()  # also runs what the executor has kept
 
-    asyncio.run(main())
+def test_hook_without_a_thread_closes_its_prefetch(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise REFUSALS[0]
+
+    async def served() -> gdsload.Prefetch:
+        async with gdsload.warmup.hook(path, wait=True)(object()) as state:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+        return state["gdsload"]
+
+    assert asyncio.run(served()).progress().state == "closed"
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_hook_that_waits_without_a_thread_is_an_error(path: Path) -> None:
+    async def served() -> None:
+        async with gdsload.warmup.hook(path, wait=True)(object()):
+            pass
+
+    with pytest.raises(GdsloadError, match="no thread can be started"):
+        asyncio.run(served())

@@ -28,7 +28,6 @@ class CancelToken:
 
     def __init__(self) -> None:
         self.asked = False
-        self.begun = False  # a thread has called `run`
         self.over = False  # the last call of `run` has ended
         self._lock = fork_safe_lock(self)
         self._ends: list[Callable[[], object]] = []
@@ -53,7 +52,6 @@ class CancelToken:
             LoadCancelled: It was cancelled before or during the call, even if the call has not
                 noticed.
         """
-        self.begun = True
         token = _current.set(self)
         self.over = False
         try:

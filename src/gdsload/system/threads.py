@@ -17,14 +17,17 @@ from typing import Any
 _LOOK_SECONDS = 0.05  # interval of checks whether the new thread is alive
 
 
-def start_thread(run: Callable[[], object], name: str) -> threading.Thread | None:
-    """Starts a daemon thread. None if the system has no thread, or no memory, left.
+def start_thread(
+    run: Callable[[], object], name: str, *, daemon: bool = True
+) -> threading.Thread | None:
+    """Starts a thread. None if the system has no thread, or no memory, left.
 
-    Also None while the interpreter ends: then a new thread never runs.
+    Also None while the interpreter ends: then a new thread never runs. It waits for the end of
+    threads that are no daemons.
     """
     if sys.is_finalizing():
         return None
-    thread = _Thread(target=run, name=name, daemon=True)
+    thread = _Thread(target=run, name=name, daemon=daemon)
     try:
         thread.start()
     except (RuntimeError, MemoryError):
