@@ -380,7 +380,8 @@ def stream(
 
     Memory is bounded by two windows and the tensors that the caller keeps; into host memory by the
     page cache as well, which the kernel takes back if it needs memory. Arguments are checked by
-    the call; files are opened with the first tensor. Closing the iterator ends the reads.
+    the call, but for `options`; files are opened with the first tensor. Closing the iterator ends
+    the reads.
 
     Args:
         source: A file, a directory, an index file, or a model id, as for `load_file`; or a list of
@@ -430,8 +431,8 @@ def stream(
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
     title_of(source)  # or TypeError
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
-    if backend != "auto":
-        find(backend)  # or BackendUnavailable
+    if settings.backend != "auto":
+        find(settings.backend)  # or BackendUnavailable
     names = repeatable(names)  # or TypeError
     target = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)

@@ -558,7 +558,7 @@ def test_model_missing_in_the_cache_raises(cache: Path) -> None:
     with pytest.raises(CheckpointNotFound) as caught:
         locate("org/other", cache_dir=cache)
     assert str(caught.value) == (
-        f"org/other: no such file or directory, and the hub cache {cache} has no model of this name"
+        f"No such file or directory: org/other, and the hub cache {cache} has no model of this name"
         " (gdsload does not download: `hf download org/other` does)"
     )
     assert caught.value.path == str(cache / "models--org--other")

@@ -4,13 +4,14 @@ If safetensors has the same feature, its result is the expected one."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ def test_every_entry_point_knows_the_backends_of_safetensors(path: Path, backend
     assert ("mapped" in gdsload.last_report().paths) is (backend == "mmap")
     gdsload.install(backend=backend)
     gdsload.uninstall()
+    got = dict(gdsload.stream(path, backend=backend))
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert asyncio.run(names_of(gdsload.astream(path, backend=backend))) == sorted(want)
+
+
+async def names_of(tensors: AsyncIterator[tuple[str, torch.Tensor]]) -> list[str]:
+    return sorted([name async for name, _ in tensors])
 
 
 def test_backend_of_safetensors_contradicting_the_cache_is_refused(path: Path) -> None:
@@ -150,6 +158,8 @@ def test_missing_file_is_a_file_not_found_error(
                 with pytest.raises(FileNotFoundError) as theirs:
                     safetensors.safe_open(name, "pt")
                 assert str(caught.value) == str(theirs.value)
+    with pytest.raises(FileNotFoundError, match=r"^No such file or directory: adapters/gone, and "):
+        gdsload.load_file("adapters/gone")
 
 
 def test_error_imports_safetensors_only_when_raised() -> None:

@@ -353,7 +353,7 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
             f" `hf download {repo_id}` does)"
         )
         if "/" in repo_id:
-            raise _not_found(f"{repo_id}: no such file or directory, and {hint}", repo)
+            raise _not_found(f"No such file or directory: {repo_id}, and {hint}", repo)
         error = _not_found(f"No such file or directory: {repo_id}", repo)  # as safetensors says
         if sys.version_info >= (3, 11):
             error.add_note(hint)
