@@ -161,7 +161,8 @@ class Judge:
             why = f"{counter} read {read:,} bytes, but {touched:,} were touched"
             return why + cache.holes(self.conditions.files)
         if read > most:
-            why = f"{counter} read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
+            beside = f" (the arm: {own:,})" if own is not None and counter != "the arm" else ""
+            why = f"{counter} read {read:,} bytes for files of {total:,}{beside}"
             others = own is not None and least <= own <= most
             return why + ("; others use this disk: --neighbours allows it" if others else "")
         return None

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,14 @@ def test_packages_are_at_most_ten_levels_deep() -> None:
             below = {package_of(other) for other in used} - {"", package}
             graph.setdefault(package, set()).update(below)
     assert depth_of(graph) <= 10
+
+
+def test_no_two_classes_have_one_name() -> None:
+    files = (path for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyx"))
+    names = re.compile(r"^(?:cdef )?class (\w+)", re.MULTILINE)
+    found = Counter(name for path in files for name in names.findall(path.read_text()))
+    assert found["Pump"] == 1
+    assert [name for name, number in found.items() if number > 1] == []
 
 
 def test_native_modules_import_only_each_other() -> None:

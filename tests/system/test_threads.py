@@ -7,12 +7,12 @@ from typing import NoReturn
 
 import pytest
 
-from gdsload.system.threads import Event, start_thread
+from gdsload.system.threads import SafeEvent, start_thread
 from waiting import wait_for
 
 
 def test_event_is_set_for_all_waiters() -> None:
-    event, found = Event(), list[bool]()
+    event, found = SafeEvent(), list[bool]()
     waiters = [threading.Thread(target=lambda: found.append(event.wait(60))) for _ in range(4)]
     for waiter in waiters:
         waiter.start()
@@ -29,7 +29,7 @@ class Interrupted:
     """The lock of an event that is set while somebody waits, who gets a Ctrl-C as soon as he has
     the lock."""
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: SafeEvent) -> None:
         self.lock, self._set = event._open, event.set
 
     def acquire(self, timeout: float) -> NoReturn:
@@ -42,7 +42,7 @@ class Interrupted:
 
 
 def test_event_can_be_set_and_awaited_after_a_waiter_was_interrupted() -> None:
-    event = Event()
+    event = SafeEvent()
     event._open = interrupted = Interrupted(event)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         event.wait(60)

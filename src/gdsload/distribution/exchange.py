@@ -206,7 +206,7 @@ def _require_same_versions(checkpoint: Checkpoint, answers: Sequence[Sequence[_V
 
 
 @dataclass(slots=True)
-class _Window:
+class _SharedWindow:
     """One window: the rows that each rank reads, and the reads of this rank."""
 
     shares: list[list[Rows]]
@@ -234,7 +234,7 @@ class Exchange:
         """
         self._readers, self._session, self._layouts = readers, session, layouts
         self._planned = windows_of(layouts, window_bytes)
-        self._posted: deque[_Window] = deque()
+        self._posted: deque[_SharedWindow] = deque()
         self._tensors: dict[int, torch.Tensor] = {}  # not yet complete
         # Rows of each tensor that come with windows after this one.
         self._left = [len(layout.rows_of(readers.rank)) for layout in layouts]
@@ -248,7 +248,7 @@ class Exchange:
         if (window := next(self._planned, None)) is not None:
             shares = shares_of(self._layouts, window, self._readers.size)
             infos = [info_of(self._layouts, rows) for rows in shares[self._readers.rank]]
-            self._posted.append(_Window(shares, infos, post(self._session, infos)))
+            self._posted.append(_SharedWindow(shares, infos, post(self._session, infos)))
 
     def windows(self) -> Iterator[list[tuple[Layout, torch.Tensor]]]:
         """Yields the tensors that are complete after each window, in the order of the layouts.
@@ -334,7 +334,7 @@ class Exchange:
         raw = flat_bytes(tensor).view(len(wanted), -1)
         return raw[rows.start - wanted.start : rows.stop - wanted.start]
 
-    def _receiving(self, window: _Window) -> list[tuple[int, Message, torch.Tensor]]:
+    def _receiving(self, window: _SharedWindow) -> list[tuple[int, Message, torch.Tensor]]:
         """For each message to this rank its reader, and the memory that it is received in.
 
         Allocated before the ranks agree: a rank without memory fails before others wait for it.
@@ -358,7 +358,7 @@ class Exchange:
                 received.append((reader, message, memory))
         return received
 
-    def _sending(self, window: _Window) -> list[tuple[int, torch.Tensor]]:
+    def _sending(self, window: _SharedWindow) -> list[tuple[int, torch.Tensor]]:
         """The messages of this rank, each with the rank that gets it. Copies what stays here.
 
         Packed before the ranks agree, as `_receiving` allocates.

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdsload._native.memory import Pool
-    from gdsload.loading.integrity import Block
+    from gdsload.loading.integrity import ChecksumBlock
     from gdsload.memory.host_pool import PoolBuffers
     from gdsload.planning.tensor_slices import TensorSlice
 
@@ -62,7 +62,7 @@ _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 # After these errors of a disk the kernel keeps pages that it could not read.
 _BAD_DISK = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
 # A block to compare, the transfers that read it (first and last), and the range that it is in.
-_Check = tuple[int, int, "Block", "ByteRange | TensorInfo"]
+_Check = tuple[int, int, "ChecksumBlock", "ByteRange | TensorInfo"]
 _offset, _last = attrgetter("offset"), itemgetter(1)
 
 

@@ -32,7 +32,7 @@ from gdsload.system.cancellation import check
 from gdsload.system.gc_control import collector_paused, imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 from gdsload.system.parallel import in_thread
-from gdsload.system.threads import Event
+from gdsload.system.threads import SafeEvent
 
 if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
@@ -96,7 +96,7 @@ class Offer:
         self.device = "cpu"
         self.claimed_bytes = 0
         self._lock = fork_safe_lock(self)
-        self._known = Event()  # it was filled, or will never be
+        self._known = SafeEvent()  # it was filled, or will never be
         self._unanswered: set[str] = set()  # checkpoints that may_hold_any_of got no answer for
         self.filler = 0  # the thread that fills it
         self.awaited = False  # whether somebody waits, or has waited, until it is filled

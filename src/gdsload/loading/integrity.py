@@ -54,7 +54,7 @@ _memory.restype = ctypes.py_object
 _READ_ONLY = 0x100  # PyBUF_READ
 
 
-class Block(NamedTuple):
+class ChecksumBlock(NamedTuple):
     """Bytes of a tensor with a checksum of their own: `nbytes` at byte `offset` of the file."""
 
     tensor: TensorInfo
@@ -122,7 +122,7 @@ class Verifier:
         """The checksum of a header, with the length in front of it."""
         return self._hash(shard.read(0, shard.data_start))
 
-    def blocks_of(self, part: ByteRange | TensorInfo) -> Iterator[Block]:
+    def blocks_of(self, part: ByteRange | TensorInfo) -> Iterator[ChecksumBlock]:
         """The blocks that a tensor, or a part of one, contains wholly."""
         if not part.nbytes:
             return
@@ -134,7 +134,7 @@ class Verifier:
             nbytes = min(step, tensor.nbytes - first)
             if tensor.offset + first + nbytes > end:
                 return
-            yield Block(tensor, number, tensor.offset + first, nbytes)
+            yield ChecksumBlock(tensor, number, tensor.offset + first, nbytes)
             number += 1
 
     def _tensor_of(self, part: ByteRange | TensorInfo) -> TensorInfo:
@@ -147,7 +147,7 @@ class Verifier:
         found = bisect_right(self._in_order, (part.shard, part.offset), key=FILE_ORDER)
         return self._in_order[found - 1]
 
-    def check_block(self, block: Block, data: object) -> None:
+    def check_block(self, block: ChecksumBlock, data: object) -> None:
         """Raises IntegrityError if the bytes of a block differ from its checksum."""
         tensor, number, _, _ = block
         shard = self._checkpoint.shards[tensor.shard]
@@ -165,10 +165,10 @@ class Verifier:
         if first < tensor.nbytes:
             nbytes = min(step, tensor.nbytes - first)
             raise self._fault(
-                Block(tensor, number, tensor.offset + first, nbytes), "have no checksum"
+                ChecksumBlock(tensor, number, tensor.offset + first, nbytes), "have no checksum"
             )
 
-    def _fault(self, block: Block, fault: str) -> IntegrityError:
+    def _fault(self, block: ChecksumBlock, fault: str) -> IntegrityError:
         tensor, _, offset, nbytes = block
         path = self._checkpoint.shards[tensor.shard].path
         return IntegrityError(
@@ -180,7 +180,9 @@ class Verifier:
             nbytes=nbytes,
         )
 
-    def check_in_memory(self, block: Block, part: ByteRange | TensorInfo, view: BufferView) -> None:
+    def check_in_memory(
+        self, block: ChecksumBlock, part: ByteRange | TensorInfo, view: BufferView
+    ) -> None:
         """`check_block` of bytes in host memory: `view` has the bytes of `part`."""
         address = view.region.address + view.offset + block.offset - part.offset
         self.check_block(block, _memory(address, block.nbytes, _READ_ONLY))
@@ -216,7 +218,7 @@ class Recorder(Verifier):
     def _require_checksums(self, tensor: TensorInfo) -> None:
         pass  # there are none yet
 
-    def check_block(self, block: Block, data: object) -> None:
+    def check_block(self, block: ChecksumBlock, data: object) -> None:
         checksums = self._found[block.tensor.shard].setdefault(block.tensor.name, [])
         checksums += [""] * (block.number + 1 - len(checksums))
         checksums[block.number] = self._hash(data)

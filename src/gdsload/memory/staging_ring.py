@@ -30,7 +30,7 @@ from gdsload.errors import PlacementError
 from gdsload.memory import DRAM, VRAM, late_copies
 from gdsload.system import gpu, lifecycle, quiesce
 from gdsload.system.available import available_bytes
-from gdsload.system.threads import Event, start_thread
+from gdsload.system.threads import SafeEvent, start_thread
 
 if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
@@ -75,7 +75,7 @@ class StagingRing(quiesce.Holder):
         self._given_up = False
         self._idle_since = 0.0
         self._watcher: threading.Thread | None = None  # waits for the end of IDLE_SECONDS
-        self._freed = Event()
+        self._freed = SafeEvent()
         self._lock = lifecycle.fork_safe_lock(self)
         device = gpu.device(ordinal)
         registers = False

@@ -22,7 +22,7 @@ from gdsload.checkpoint.manifest import LIMIT_BYTES, MANIFEST_NAME, Manifest, pa
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.loading.batch import Batch
-from gdsload.loading.integrity import Block, Verifier
+from gdsload.loading.integrity import ChecksumBlock, Verifier
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView
@@ -60,7 +60,7 @@ class _Watched(Verifier):
         super().__init__(checkpoint, manifest)
         self.arrived: Arrived = lambda *_: None
 
-    def check_block(self, block: Block, data: object) -> None:
+    def check_block(self, block: ChecksumBlock, data: object) -> None:
         super().check_block(block, data)
         name = self._checkpoint.shards[block.tensor.shard].name
         self.arrived(name, block.offset, block.offset + block.nbytes)

@@ -159,7 +159,7 @@ class Service:
             return
         self.readers[task] = ""
         self._writers.add(writer)
-        connection = _Connection(self, task)
+        connection = _ReaderConnection(self, task)
         try:
             _keep_alive(writer.get_extra_info("socket"))
             while True:
@@ -214,7 +214,7 @@ def _keep_alive(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-class _Connection:
+class _ReaderConnection:
     """The requests of one connection, and its ticket."""
 
     def __init__(self, service: Service, task: asyncio.Task[None]) -> None:

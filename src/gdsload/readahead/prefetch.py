@@ -39,7 +39,7 @@ from gdsload.system import lifecycle, quiesce
 from gdsload.system.device_name import current_gpu, device_kind, require_name
 from gdsload.system.gc_control import ease_imports, imports_done
 from gdsload.system.stall import STALL_SECONDS, StallWatch
-from gdsload.system.threads import Event, start_thread
+from gdsload.system.threads import SafeEvent, start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,7 @@ class Prefetch(quiesce.Holder):
         self._start, self._start_cpu = time.monotonic(), time.process_time()
         self._seconds = 0.0
         self._lock = lifecycle.fork_safe_lock(self)  # reentrant, for signal handlers
-        self._posted, self._ended = Event(), Event()
+        self._posted, self._ended = SafeEvent(), SafeEvent()
         self._thread: threading.Thread | None = None
 
     def _begin(self) -> None:
@@ -481,7 +481,7 @@ class Prefetch(quiesce.Holder):
 
     def _orphan(self) -> None:
         """In a child of fork(): the reads and the memory belong to the parent."""
-        self._ended = Event()
+        self._ended = SafeEvent()
         self._offer, self._batch = claims.Offer(self.source), None
         if self._state in (OPENING, READING) or (
             self._state == COMPLETE and self.tier != "pagecache"

@@ -44,7 +44,7 @@ class _Alive:
         self.over = False
 
 
-class Event:
+class SafeEvent:
     """As `threading.Event`, but setting it cannot hang.
 
     A waiter of `threading.Event` has its lock for a moment. If Ctrl-C comes in that moment, the
@@ -81,7 +81,7 @@ def condition() -> tuple[threading.RLock, threading.Condition]:
     return lock, threading.Condition(lock)
 
 
-class _Started(Event):
+class _Started(SafeEvent):
     """Set by the new thread. Waiting for it raises RuntimeError if that thread is dead."""
 
     alive: weakref.ref[_Alive] | None = None

@@ -21,7 +21,7 @@ from gdsload.memory import VRAM
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gdsload.system.stall import StallWatch
-from gdsload.system.threads import Event, start_thread
+from gdsload.system.threads import SafeEvent, start_thread
 
 _POLL_SECONDS = 0.1  # a forked child waits this long for a thread that it does not have
 
@@ -48,7 +48,7 @@ class Candidate:
         self.fixed_seconds = -1.0
         self.watch = StallWatch()
         self.working: threading.Thread | None = None
-        self._idle = Event()  # `working` has ended
+        self._idle = SafeEvent()  # `working` has ended
 
     def post(self, whole: AutoRequest, transfers: Sequence[Transfer], device: str) -> Part:
         """Posts transfers of a request, split to the largest read of the backend.
@@ -107,7 +107,7 @@ class Candidate:
             self._close()
 
     def _start(self, work: Callable[[], None], name: str) -> None:
-        idle = self._idle = Event()
+        idle = self._idle = SafeEvent()
 
         def run() -> None:
             try:
