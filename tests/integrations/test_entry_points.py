@@ -402,6 +402,28 @@ def test_adapter_equals_transformers(qwen: Path, tmp_path: Path) -> None:
     assert tinymodels.differences(stock, ours) == []
 
 
+@pytest.mark.parametrize("where", ["", "lora"])
+def test_adapter_is_loaded_as_the_class_of_its_base(where: str, tmp_path: Path) -> None:
+    """Also if transformers has no causal language model of that kind, and if both are in folders of
+    the same name."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    if where and not NEW:
+        pytest.skip("transformers 4.57 looks in the directory itself only")
+    base = tinymodels.build("t5")
+    base.save_pretrained(tmp_path / "base" / where)
+    base.name_or_path = str(tmp_path / "base")
+    wanted = peft.LoraConfig(r=2, target_modules=["q", "v"])
+    adapted = tinymodels.perturbed(peft.get_peft_model(base, wanted))
+    adapted.save_pretrained(tmp_path / "adapter" / where)
+    folder = {"subfolder": where}
+    words: dict[str, Any] = {**folder, "adapter_kwargs": folder} if where else {}
+    cls = transformers.T5ForConditionalGeneration
+    stock = cls.from_pretrained(tmp_path / "adapter", **words)
+    ours = gdsload.from_pretrained(tmp_path / "adapter", **words)
+    assert any("lora" in name for name in ours.state_dict())
+    assert tinymodels.differences(stock, ours) == []
+
+
 @needs_new
 def test_adapter_of_pickled_weights_is_reported_with_the_reason(qwen: Path, tmp_path: Path) -> None:
     """The base model's: its own weights are read by gdsload."""

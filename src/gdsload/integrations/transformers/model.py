@@ -7,11 +7,13 @@ transformers does everything but the reading.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import registry
@@ -73,7 +75,7 @@ def from_pretrained(
             directory, its weights are not.
         *args: Passed to `cls.from_pretrained`.
         cls: A class of transformers with a `from_pretrained`, such as an Auto class; None for the
-            architecture that the config names.
+            architecture that the config names, for an adapter that of its base model.
         backend: "auto" or the name of a backend. For a class of transformers without weights, such
             as a processor of images, also one of its own.
         page_cache: As for `load_file`; but with "auto", tensors that are cast or merged fill the
@@ -199,6 +201,8 @@ def _path_of(
 def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
     """The class that a checkpoint's config names; an Auto class if transformers has no such class.
 
+    For an adapter without a config, the class that the config of its base model names.
+
     Args:
         source: A directory or a hub id.
         **kwargs: The keywords of `from_pretrained`; those that find a config are used.
@@ -227,7 +231,8 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
                     " config.json (load_file takes one file)",
                     path=str(source),
                 ) from None
-            # An adapter has no config of its own: the Auto classes find its base model.
+            # An adapter has no config of its own: the class is that of its base model, which
+            # transformers finds by the same keywords.
             found = None
             with suppress(OSError, ValueError):
                 where = {name: kwargs[name] for name in _ADAPTER_WORDS if name in kwargs}
@@ -235,7 +240,10 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
                 found = transformers.utils.find_adapter_config_file(str(source), **where)
             if found is None:
                 raise
-            return transformers.AutoModelForCausalLM
+            base = json.loads(Path(found).read_bytes()).get("base_model_name_or_path")
+            if base is None:
+                return transformers.AutoModelForCausalLM
+            source, config = base, transformers.AutoConfig.from_pretrained(base, **words)
     mapped = getattr(config, "auto_map", None) or {}
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
