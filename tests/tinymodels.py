@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 # Small sizes under the names that most configs use; a config takes those it knows.
 TEXT: dict[str, Any] = {
@@ -280,6 +281,18 @@ def saved(name: str, factory: pytest.TempPathFactory) -> Path:
     """A directory with the model of this name, in several shards."""
     path = factory.mktemp(name)
     build(name).save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+def saved_speech(path: Path) -> Path:
+    """The directory, with a model that has adapters for "eng" and "deu", unlike its own weights."""
+    _, config = ARCHITECTURES["wav2vec2"]
+    torch.manual_seed(0)
+    sizes = {**config().to_dict(), "adapter_attn_dim": 8}
+    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**sizes))
+    perturbed(model).save_pretrained(path)
+    for language in ("eng", "deu"):
+        save_file(perturbed(model)._get_adapters(), path / f"adapter.{language}.safetensors")
     return path
 
 

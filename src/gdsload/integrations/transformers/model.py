@@ -92,7 +92,8 @@ def from_pretrained(
             order in which transformers loads, by the calling thread, so that loading continues
             when it returns. Modules that are final only at the end follow then: those with tied
             weights or buffers that the checkpoint lacks, and all modules if there is a quantizer,
-            an adapter or offloading, or if transformers reads by itself.
+            an adapter or offloading, if the class has its own `tie_weights`, or if transformers
+            reads by itself.
             `last_report().modules_ready` says which. An exception in it ends the load and is
             raised.
         on_event: As for `load_file`.

@@ -5,7 +5,8 @@
 A module is ready when every parameter and buffer in it and below it has the bytes that it will have
 in the finished model. Tensors that transformers settles only at the end (tied weights, buffers and
 weights that the checkpoint lacks) delay their modules until then. So does everything that may
-replace loaded modules: a quantizer, an adapter, offloading.
+replace loaded modules or write to them: a quantizer, an adapter, offloading, a `tie_weights` of the
+model's own class.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 AS_THEY_CAME = "as they came"
+
+
+def has_own_ties(model: Any) -> bool:
+    """Whether code of its class runs when transformers ties weights, at the end of a load. It may
+    write to any of them: speech models read the adapter of their `target_lang` there."""
+    from transformers import PreTrainedModel
+
+    return type(model).tie_weights is not PreTrainedModel.tie_weights
 
 
 class ModuleCallbacks:
@@ -80,6 +89,8 @@ class ModuleCallbacks:
         is_base = named is not None and str(named) != self.source
         if is_base or getattr(model, "_hf_peft_config_loaded", False):  # or the adapter itself
             return "an adapter may exchange modules"
+        if has_own_ties(model):
+            return f"{type(model).__name__}.tie_weights may write to modules"
         return ""
 
     def parameter_set(self, model: Any, name: str) -> None:

@@ -68,10 +68,7 @@ def asked_pairs(model: Any) -> list[tuple[str, str]]:
 def twin_pairs(model: Any) -> list[tuple[str, str]]:
     """The pairs that transformers will surely tie if they are equal, and of which nobody writes to
     one alone before that."""
-    from transformers import PreTrainedModel
-
-    others_tie = type(model).tie_weights is not PreTrainedModel.tie_weights
-    if others_tie or module_callbacks.in_effect.get() is not None:
+    if module_callbacks.has_own_ties(model) or module_callbacks.in_effect.get() is not None:
         return []
     pairs = asked_pairs(model)
     uses = Counter(name for pair in pairs for name in pair)
