@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import logging
 import re
 import threading
@@ -170,6 +171,30 @@ def test_function_that_does_not_fit_is_reported_and_the_model_is_exact(
         hooks.HOOK if is_foretold and function != "_load_pretrained_model" else hooks.SAFE_OPEN
     )
     assert report.integration == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["core_model_loading.is_env_variable_true", "modeling_utils._tied_params_are_equal"]
+)
+def test_function_with_a_further_parameter_is_left_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"transformers.{name}"
+    owner, function = home_of(name)
+    if not hasattr(owner, function):
+        pytest.skip("this transformers has no such function")
+    parameters = [*inspect.signature(vars(owner)[function]).parameters, "further"]
+
+    def another(*arguments: Any, **named: Any) -> Any: ...
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    another.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(each, kind) for each in parameters]
+    )
+    monkeypatch.setattr(owner, function, another)
+    with gdsload.accelerated():
+        assert vars(owner)[function] is another
+        assert "further" in hooks.patcher.misfits[name]
 
 
 def test_callbacks_without_set_param_run_at_the_end(

@@ -114,7 +114,7 @@ def _patch_deepcopy(module: ModuleType) -> Iterator[Replacement]:
 
 
 def _patch_threads(module: ModuleType) -> Iterator[Replacement]:
-    is_true = function_of(module, "is_env_variable_true", "env_variable")
+    is_true = function_of(module, "is_env_variable_true", "env_variable", exact=True)
 
     @functools.wraps(is_true)
     def is_env_variable_true(env_variable: str) -> Any:
@@ -255,7 +255,7 @@ def _patch_warmup(module: ModuleType) -> Iterator[Replacement]:
 
 
 def _patch_ties(module: ModuleType) -> Iterator[Replacement]:
-    original = function_of(module, TIED_EQUAL, "source", "target")
+    original = function_of(module, TIED_EQUAL, "source", "target", exact=True)
 
     @functools.wraps(original)
     def tied_params_are_equal(source: Any, target: Any) -> Any:
