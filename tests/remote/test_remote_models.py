@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 import gdsload
 import tinymodels
@@ -219,6 +220,41 @@ def test_config_and_tokenizer_files_are_fetched_and_large_ones_are_not(
         with pytest.raises(Exception, match=r"MetadataIncompleteBuffer|incomplete"):
             transformers.modeling_utils.load_state_dict(str(shard))
     assert server.reads("model/pytorch_model.bin") == []
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_adapter_of_a_language_is_that_of_the_directory(
+    object_server: ObjectServer, scheme: str, suffix: str
+) -> None:
+    folder = tinymodels.saved_speech(object_server.root / "speech")
+    if suffix == "bin":
+        for path in folder.glob("adapter.*"):
+            torch.save(load_file(path), path.with_suffix(".bin"))
+            path.unlink()
+    url = object_server.url(scheme, "speech")
+    model = gdsload.from_pretrained(url, target_lang="eng")
+    stock = transformers.Wav2Vec2ForCTC.from_pretrained(folder, target_lang="eng")
+    wanted, got = stock.state_dict(), model.state_dict()
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+    assert object_server.reads("speech/adapter.deu.*") == []
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_file_of_speakers_is_found_by_the_class_that_reads_it(
+    server: ObjectServer, scheme: str
+) -> None:
+    class Speaking(transformers.Qwen3ForCausalLM):  # as Qwen2.5-Omni does it
+        @classmethod
+        def from_pretrained(cls, source: Any, *args: Any, **words: Any) -> Any:
+            model = super().from_pretrained(source, *args, **words)
+            model.speakers = torch.load(transformers.utils.cached_file(source, "spk_dict.pt"))
+            return model
+
+    torch.save({"a": torch.ones(3)}, server.root / "model" / "spk_dict.pt")
+    model = gdsload.from_pretrained(server.url(scheme, "model"), cls=Speaking)
+    assert torch.equal(model.speakers["a"], torch.ones(3))
 
 
 def test_tokenizer_is_loaded_by_its_class(object_server: ObjectServer) -> None:

@@ -84,7 +84,8 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
     Args:
         url: The URL of the model's directory.
         words: The keywords of from_pretrained: `subfolder`, the folder that is needed, is in the
-            directory as well, `variant` chooses the weights, and `cache_dir` is the local cache.
+            directory as well, `variant` chooses the weights, `target_lang` an adapter that the
+            model reads by itself, and `cache_dir` is the local cache.
 
     Yields:
         The directory. Its checkpoint is `open_checkpoint`, if it has safetensors files.
@@ -107,7 +108,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         top = os.path.join(outer, _name_of(url))
         folder = Path(top, subfolder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = _fetch(source, folder, variant)
+        weights = _fetch(source, folder, variant, words.get("target_lang"))
         urls, checkpoints = {top: url}, []
         has_adapter = (folder / "adapter_config.json").exists()
         # Without a config of its own, an adapter is for a model in another place.
@@ -169,20 +170,28 @@ def _placed(checkpoint: Checkpoint, directory: str, folder: Path) -> dict[str, s
     return urls
 
 
-def _fetch(source: RemoteDirectory, folder: Path, variant: str | None) -> set[str]:
+def _fetch(
+    source: RemoteDirectory, folder: Path, variant: str | None, language: str | None
+) -> set[str]:
     """Copies the small files of a directory. Returns the names of its safetensors files, if it can
     be listed."""
+    # Weights that models read by themselves: the speakers of Qwen2.5-Omni, and the adapter of
+    # speech models for a language.
+    own = ["spk_dict.pt"]
+    if language is not None:
+        own += [f"adapter.{language}.safetensors", f"adapter.{language}.bin"]
     absent: tuple[type[Exception], ...] = (CheckpointNotFound, _TooLarge)
     weights: set[str] = set()
     try:
         listed = source.names()
-        names = [name for name in listed if not name.endswith(_WEIGHTS)]
+        names = [name for name in listed if name in own or not name.endswith(_WEIGHTS)]
         weights = {name for name in listed if name.endswith(".safetensors")}
     except CheckpointNotFound:
         raise
     except CheckpointError:
         # It cannot be listed. Then a missing file may look like a forbidden one.
-        names = [*USUAL_NAMES, *([f"model.safetensors.index.{variant}.json"] if variant else [])]
+        names = [*USUAL_NAMES, *own]
+        names += [f"model.safetensors.index.{variant}.json"] if variant else []
         absent += (CheckpointAccessError,)
 
     def copy(name: str) -> None:
