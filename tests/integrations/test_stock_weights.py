@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
 import equal
 import gdsload
@@ -27,6 +29,32 @@ def test_bin_weights_are_left_to_transformers(tmp_path: Path) -> None:
         assert "pytorch_model.bin is not a .safetensors" in gdsload.last_report().integration_reason
     (tmp_path / "model.safetensors").unlink()
     equal.require_same(*equal.both(tmp_path, dtype="bfloat16"), "stock")
+
+
+def test_layers_that_predict_more_tokens_are_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if equal.VERSION < (5, 24):
+        pytest.skip("older ones have no such layers, or know them by other names")
+    from transformers.modeling_layers import MtpModel
+
+    cls = transformers.LlamaForCausalLM  # any kind of model can have them
+    monkeypatch.setattr(cls, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    config = tinymodels.build("llama").config
+    config.num_mtp_layers = 1
+    model = cls(config)
+    model.save_pretrained(tmp_path)
+    wanted = tinymodels.perturbed(MtpModel(model, 1)).layers.state_dict()
+    saved = {**model.state_dict(), **{f"mtp.layers.{name}": wanted[name] for name in wanted}}
+    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with gdsload.accelerated():
+        model = cls.from_pretrained(tmp_path)
+        assert gdsload.last_report().integration == "hook"
+        got = MtpModel.from_pretrained(model).layers.state_dict()
+    report = gdsload.last_report()
+    assert (report.source, report.integration) == (str(tmp_path), "stock")
+    assert "MtpModel opens" in report.integration_reason
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 LLAMA_IN_GGUF = {

@@ -345,6 +345,21 @@ def _patch_distributed(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(owner, _DISTRIBUTED, load)
 
 
+def _patch_mtp(module: ModuleType) -> Iterator[Replacement]:
+    """Reports that the layers for `generate(use_mtp=True)` are read by transformers."""
+    cls = function_of(module, "MtpModel")
+    plain = function_of(cls, "from_pretrained", "main_model").__func__
+
+    @functools.wraps(plain)
+    def from_pretrained(cls: Any, main_model: Any, *rest: Any, **named: Any) -> Any:
+        if active() is not None:
+            with reported(shown_source(main_model.config.name_or_path)) as report:
+                note(report, STOCK, "MtpModel opens the files of its main model by itself")
+        return plain(cls, main_model, *rest, **named)
+
+    yield Replacement(cls, "from_pretrained", classmethod(from_pretrained))
+
+
 def _from_url(owner: str) -> Patch:
     """Accepts URLs in the `from_pretrained` of a class, and in copies of it in its subclasses."""
     function = "from_pretrained"
@@ -439,6 +454,9 @@ patcher = Patcher(
         ),
         # Not auto_factory: the classes that modeling_auto defines copy the functions of their base.
         "transformers.models.auto.modeling_auto": (_from_url("_BaseAutoModelClass"),),
+        "transformers.modeling_layers": (
+            Patch("MtpModel", _patch_mtp, optional=True),  # since transformers 5.14
+        ),
         # It reads the metadata of files, also of stand-ins.
         "transformers.quantizers.quantizer_torchao": (
             Patch("safe_open", _patch_open, optional=True),
