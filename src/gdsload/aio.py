@@ -147,34 +147,47 @@ def _close(tensors: Any) -> None:
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
 
 
-def _in_turn(source: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> Any:
+def _in_turn(
+    source: str | os.PathLike[str], /, *args: Any, on_module_ready: Any, **kwargs: Any
+) -> Any:
     turn = _turn
-    callback: Any = kwargs.get("on_module_ready")
 
     def in_a_pause(name: str, module: Any) -> None:
         turn.release()
         try:
-            callback(name, module)
+            on_module_ready(name, module)
         finally:
             turn.acquire()
 
-    if callable(callback):
-        kwargs["on_module_ready"] = in_a_pause
+    callback = in_a_pause if callable(on_module_ready) else on_module_ready
     while not turn.acquire(timeout=0.1):
         check()  # raises if this load was cancelled
     try:
-        return from_pretrained(source, *args, **kwargs)
+        return from_pretrained(source, *args, on_module_ready=callback, **kwargs)
     finally:
         turn.release()
 
 
-async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+async def afrom_pretrained(
+    source: str | os.PathLike[str],
+    *args: Any,
+    cls: Any = None,
+    backend: str = "auto",
+    page_cache: str = "auto",
+    group: ProcessGroup | None = None,
+    readers: str = "node",
+    stall_seconds: float = STALL_SECONDS,
+    verify: str | os.PathLike[str] = "size",
+    on_module_ready: Callable[[str, Any], object] | None = None,
+    on_event: OnEvent | None = None,
+    **kwargs: Any,
+) -> Any:
     """`gdsload.from_pretrained` for `await`: the event loop runs while the model loads.
 
-    The load runs in a thread of its own, with the caller's context variables, default
-    device of torch, current GPU and current streams; `on_module_ready` is called there. Loads run
-    one after the other, because transformers changes state of the whole process while it builds a
-    model; during a callback, others may run.
+    The load runs in a thread of its own, with the caller's context variables, default device of
+    torch, current GPU and current streams. Loads run one after the other, because transformers
+    changes state of the whole process while it builds a model; during an `on_module_ready`, others
+    may run.
 
     Cancelling the awaiting task ends the reads and frees what was loaded before CancelledError is
     raised here: at the next tensor, or, while Python imports or transformers reads by itself, when
@@ -183,6 +196,15 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
     Args:
         source: As for `from_pretrained`.
         *args: As for `from_pretrained`.
+        cls: As for `from_pretrained`.
+        backend: As for `from_pretrained`.
+        page_cache: As for `from_pretrained`.
+        group: As for `from_pretrained`.
+        readers: As for `from_pretrained`.
+        stall_seconds: As for `from_pretrained`.
+        verify: As for `from_pretrained`.
+        on_module_ready: As for `from_pretrained`; called in a thread of the loop's executor.
+        on_event: As for `from_pretrained`; called in threads of the loop's executor.
         **kwargs: As for `from_pretrained`.
 
     Returns:
@@ -196,7 +218,11 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
     """
     stop = CancelToken()
     # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
-    loading = async_call.in_thread(stop.run, _in_turn, source, *args, **kwargs)
+    loading = async_call.in_thread(
+        stop.run, _in_turn, source, *args, cls=cls, backend=backend, page_cache=page_cache,
+        group=group, readers=readers, stall_seconds=stall_seconds, verify=verify,
+        on_module_ready=on_module_ready, on_event=on_event, **kwargs,
+    )  # fmt: skip
     try:
         return await asyncio.shield(loading)
     except asyncio.CancelledError:

@@ -51,6 +51,18 @@ def test_async_model_equals_the_synchronous_one(source: Path) -> None:
     assert tinymodels.differences(stock, ours) == []
 
 
+def test_async_load_passes_all_keywords_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(aio, "from_pretrained", lambda *args, **words: given.append((args, words)))
+    words: dict[str, Any] = {
+        "cls": int, "backend": "posix", "page_cache": "keep", "group": object(), "readers": "all",
+        "stall_seconds": 1.0, "verify": "checksum", "on_module_ready": "wrong", "on_event": print,
+        "dtype": "auto",
+    }  # fmt: skip
+    asyncio.run(gdsload.afrom_pretrained(tmp_path, 1, **words))
+    assert given == [((tmp_path, 1), words)]
+
+
 def test_event_loop_runs_while_reads_are_pending(source: Path) -> None:
     async def main() -> Any:
         loading = asyncio.create_task(gdsload.afrom_pretrained(source))

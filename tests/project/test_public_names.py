@@ -74,12 +74,13 @@ def test_read_settings_are_the_keywords_that_loads_share() -> None:
     assert list(inspect.signature(ReadSettings).parameters) == READING
 
 
-def test_parameters_of_astream_and_hook_are_those_they_pass_on() -> None:
+def test_parameters_of_async_loads_and_hook_are_those_they_pass_on() -> None:
     def defaults(function: Any) -> dict[str, Any]:
         parameters = inspect.signature(function).parameters.values()
         return {each.name: (each.default, each.annotation) for each in parameters}
 
     assert defaults(gdsload.astream) == defaults(gdsload.stream)
+    assert defaults(gdsload.afrom_pretrained) == defaults(gdsload.from_pretrained)
     hook = defaults(warmup.hook)
     assert hook.pop("wait") == (False, "bool")
     prefetch = defaults(gdsload.prefetch)  # which takes an open Checkpoint as well
