@@ -203,8 +203,8 @@ async def afrom_pretrained(
         readers: As for `from_pretrained`.
         stall_seconds: As for `from_pretrained`.
         verify: As for `from_pretrained`.
-        on_module_ready: As for `from_pretrained`; called in a thread of the loop's executor.
-        on_event: As for `from_pretrained`; called in threads of the loop's executor.
+        on_module_ready: As for `from_pretrained`; called in the thread of the load.
+        on_event: As for `from_pretrained`; called in threads of the load.
         **kwargs: As for `from_pretrained`.
 
     Returns:
