@@ -424,6 +424,15 @@ def test_adapter_is_loaded_as_the_class_of_its_base(where: str, tmp_path: Path) 
     assert tinymodels.differences(stock, ours) == []
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "3"])
+def test_adapter_whose_config_is_no_object_is_an_error(text: str, tmp_path: Path) -> None:
+    config = tmp_path / "adapter_config.json"
+    config.write_text(text)
+    with pytest.raises(gdsload.CheckpointError, match="this is no JSON object") as caught:
+        gdsload.from_pretrained(tmp_path)
+    assert caught.value.path == str(config)
+
+
 @needs_new
 def test_adapter_of_pickled_weights_is_reported_with_the_reason(qwen: Path, tmp_path: Path) -> None:
     """The base model's: its own weights are read by gdsload."""

@@ -241,7 +241,11 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
                 found = transformers.utils.find_adapter_config_file(str(source), **where)
             if found is None:
                 raise
-            base = json.loads(Path(found).read_bytes()).get("base_model_name_or_path")
+            try:
+                base = json.loads(Path(found).read_bytes()).get("base_model_name_or_path")
+            except (AttributeError, ValueError) as error:
+                reason = f"{found}: this is no JSON object"
+                raise CheckpointError(reason, path=found) from error
             if base is None:
                 return transformers.AutoModelForCausalLM
             source, config = base, transformers.AutoConfig.from_pretrained(base, **words)
