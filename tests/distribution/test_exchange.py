@@ -1,4 +1,4 @@
-"""One rank of an exchange, over the doubles of a GPU; the other rank sends nothing."""
+"""One rank of an exchange, mostly over the doubles of a GPU; the other rank sends nothing."""
 
 from __future__ import annotations
 
@@ -79,3 +79,35 @@ def test_exchange_does_not_break_a_graph_of_another_thread(
         assert waited and loading.complaints() == ""
         loading.capture_graphs(False)
         assert len(tensors) == len(infos)
+
+
+def test_rank_that_pauses_answers_until_the_last_window_and_not_after_it(
+    tiny_checkpoint: Path,
+) -> None:
+    """The others have left then."""
+    said: list[Any] = []
+
+    class Patient(Readers):
+        patience_seconds = 0.0
+
+        def agree(self, state: Any = None) -> list[None]:
+            said.append(state)
+            return [None, None]
+
+        def finish(self) -> None:
+            said.append("finished")
+
+    with (
+        Checkpoint.open(tiny_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport(checkpoint.source), ReadSettings()) as session,
+    ):
+        infos = list(checkpoint.tensors.values())
+        layouts = [layout_of(info, [box_of(info, None)] * 2) for info in infos]
+        exchange = Exchange(cast(ReaderGroup, Patient()), session, layouts, 1 << 12)
+        for number, _ in enumerate(exchange.windows()):
+            before = len(said)
+            exchange.stay_in_touch()
+            if number == 0:
+                assert said[before:] == ["reading"]
+        exchange.close()
+    assert said[-1] == "finished"

@@ -16,9 +16,11 @@ import gdsload
 import tinymodels
 from equal import NEW
 from gdsload.distribution.exchange import Exchange
+from gdsload.distribution.reader_group import ReaderGroup
 from gdsload.errors import GdsloadError, PlacementError
 from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.system import available, torch_thread
+from windows import small_windows
 
 
 @pytest.fixture
@@ -111,3 +113,30 @@ def test_exchange_runs_in_the_streams_of_the_thread_that_loads(
     gdsload.from_pretrained(tmp_path, group=one_rank)
     assert noted == [threading.main_thread()]
     assert windows and all(names == ["gdsload-exchange"] for names in windows)
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 asks for each tensor by itself")
+def test_consumer_slower_than_the_limit_of_an_answer_does_not_silence_its_rank(
+    one_rank: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tensors wait for it than may: the exchange pauses, and the other ranks wait as well."""
+    answered, heard = threading.Event(), list[bool]()
+    real = ReaderGroup.agree
+
+    def agree(readers: ReaderGroup, state: Any = None) -> list[Any]:
+        if state == "reading":
+            answered.set()
+        return real(readers, state)
+
+    def slow(*_: object) -> None:
+        heard.append(answered.wait(2))
+
+    monkeypatch.setattr(ReaderGroup, "agree", agree)
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    wanted = gdsload.from_pretrained(tmp_path, dtype="float16")
+    with small_windows():
+        found = gdsload.from_pretrained(
+            tmp_path, dtype="float16", group=one_rank, stall_seconds=1, on_module_ready=slow
+        )
+    assert heard[0]
+    assert tinymodels.differences(wanted, found) == []

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
@@ -261,16 +262,16 @@ class Exchange:
             GdsloadError: As for `load_file`.
         """
         self._answer_at = time.monotonic() + self._readers.patience_seconds
-        self._session.watch = self._stay_in_touch
+        self._session.watch = self.stay_in_touch
         self._post_next()
         if not self._posted:
-            self._readers.finish()
+            self._finish()
         device = self._session.device
         while self._posted:
             self._post_next()
             window = self._posted[0]
             self._answer_at = time.monotonic() + self._readers.patience_seconds
-            window.batch.wait(watch=self._stay_in_touch)
+            window.batch.wait(watch=self.stay_in_touch)
             read = {info.shard for info in window.infos}
             self._session.checkpoint.verify_unchanged(read)
             with self._session.report.phase("allocate"), capture_relaxed(device):
@@ -292,16 +293,21 @@ class Exchange:
             self._session.checkpoint.verify_unchanged(read if self._posted else None)
             if not self._posted:
                 self._readers.agree()
-                self._readers.finish()
+                self._finish()
             yield self._complete()
         yield self._complete()
 
-    def _stay_in_touch(self) -> None:
+    def stay_in_touch(self) -> None:
         """Tells the other ranks from time to time that this one is still reading: they wait a
-        limited time for each answer."""
+        limited time for each answer. Also for a caller that pauses between two windows, in the
+        thread that iterates over them. Raises RankError if another rank has failed."""
         if time.monotonic() >= self._answer_at:
             self._readers.agree(_READING)
             self._answer_at = time.monotonic() + self._readers.patience_seconds
+
+    def _finish(self) -> None:
+        self._readers.finish()
+        self._answer_at = inf
 
     def _complete(self) -> list[tuple[Layout, torch.Tensor]]:
         done = []

@@ -121,18 +121,26 @@ class SharedQueue(ReadaheadQueue):
                 while complete:
                     self._arrive(*complete.pop())
                 self._changed.notify_all()
-                while (
-                    self._held_bytes > window_writer.AHEAD_BYTES
-                    and not self._waiting
-                    and not self._ending
-                ):
-                    self._changed.wait(_POLL_SECONDS)
+            while self._paused():
+                self._exchange.stay_in_touch()
             self._require_unfinished()
 
     def _arrive(self, layout: Layout, tensor: torch.Tensor) -> None:
         key = self._key_of[layout.info.name]
         self._arrived[key] = tensor
         self._held_bytes += 0 if key in self._kept else tensor.nbytes
+
+    def _paused(self) -> bool:
+        """Waits a moment if too many tensors are not taken yet. False if there is no need to."""
+        with self._arrivals:
+            paused = (
+                self._held_bytes > window_writer.AHEAD_BYTES
+                and not self._waiting
+                and not self._ending
+            )
+            if paused:
+                self._changed.wait(_POLL_SECONDS)
+            return paused
 
     def _require_unfinished(self) -> None:
         if self._ending == "closed":
