@@ -203,6 +203,8 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], Any]]] = {
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", _config("ernie4_5_moe", **MOE, moe_k=2,
                                                         moe_num_experts=4)),
     "granitemoe": ("GraniteMoeForCausalLM", _config("granitemoe", **MOE)),
+    "llama4_text": ("Llama4ForCausalLM", _config(  # fused experts, packed in their columns
+        "llama4_text", **MOE, interleave_moe_layer_step=1, intermediate_size_mlp=48)),
     "gpt_oss": ("GptOssForCausalLM", _config("gpt_oss", **MOE, sliding_window=16)),  # sinks
     "qwen3_next": ("Qwen3NextForCausalLM", _config(
         "qwen3_next", **MOE, linear_num_key_heads=2, linear_num_value_heads=2,

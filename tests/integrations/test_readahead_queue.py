@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from gated import Gate, gated
 from gdsload.checkpoint import Checkpoint
-from gdsload.integrations.transformers.lazy_slices import MappedSlice
+from gdsload.integrations.transformers.lazy_slices import MappedSlice, SeveralSlices
 from gdsload.integrations.transformers.readahead_queue import (
     QueueClosed,
     ReadaheadQueue,
@@ -24,7 +24,7 @@ from gdsload.integrations.transformers.readahead_queue import (
 )
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
-from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
+from gdsload.planning.tensor_slices import TensorSlice, common_base, slice_of, whole
 from gdsload.report import LoadReport
 from windows import small_windows
 
@@ -117,6 +117,27 @@ def test_queue_unexpected_slices_are_read_anew(
     del feed
     gc.collect()
     assert torch.equal(second, wanted)
+
+
+def test_several_slices_of_the_same_bytes_are_read_once(
+    session: Session, expected: dict[str, torch.Tensor]
+) -> None:
+    """Those bytes are not kept for later requests."""
+    info = max(session.checkpoint.tensors.values(), key=lambda info: info.nbytes)
+    indices = [(slice(None), slice(0, 2)), (slice(None), slice(4, 7))]
+    slices = [slice_of(info, index) for index in indices]
+    base = common_base(slices)
+    assert base is not None
+    with ReadaheadQueue(session, [base]) as feed:
+        feed.start()
+        tensor = SeveralSlices(feed, info, base, [one.key for one in slices])
+        for index in indices:
+            found = tensor[index]
+            assert torch.equal(found, expected[info.name][index])
+            found.zero_()
+        assert (feed.taken_tensors, feed.taken_bytes) == (1, info.nbytes)
+        assert torch.equal(tensor[indices[0]], expected[info.name][indices[0]])
+        assert feed.taken_tensors == 2
 
 
 def test_queue_mapped_tensor_has_the_bytes_of_the_file(

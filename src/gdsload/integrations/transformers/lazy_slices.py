@@ -5,17 +5,17 @@ responsible for reading (`readahead_queue`, `parameter_writer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, ItemsView, Mapping
+from collections.abc import Callable, Container, ItemsView, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
-from gdsload.loading.torch_memory import moved
+from gdsload.loading.torch_memory import copied, moved
 from gdsload.memory.host_buffers import BufferView, map_shard
 from gdsload.memory.tensors import make_tensors, packed_shape
-from gdsload.planning.tensor_slices import slice_of
+from gdsload.planning.tensor_slices import TensorSlice, slice_of
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,34 @@ class LazySlice:
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
+
+
+class SeveralSlices(LazySlice):
+    """A tensor of which several slices are requested that are made of the same bytes. The first one
+    reads them, and they are kept until the last one is taken."""
+
+    __slots__ = ("_base", "_bytes", "_left")
+
+    def __init__(
+        self, queue: ReadaheadQueue, info: TensorInfo, base: TensorSlice, keys: Iterable[str]
+    ) -> None:
+        super().__init__(queue, info)
+        self._base = base
+        self._left = set(keys)
+        self._bytes: torch.Tensor | None = None
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        wanted = slice_of(self._info, index)
+        if wanted.key not in self._left:
+            return super().__getitem__(index)
+        read = self._bytes
+        if read is None:
+            read = self._bytes = self._queue.take(self._base)
+        tensor = copied(read[wanted.index])
+        self._left.discard(wanted.key)
+        if not self._left:
+            self._bytes = None
+        return tensor
 
 
 class MappedSlice(LazySlice):

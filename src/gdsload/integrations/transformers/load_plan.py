@@ -31,7 +31,7 @@ from gdsload.integrations.transformers.parameter_buffers import (
 )
 from gdsload.integrations.transformers.tied_weights import twin_pairs
 from gdsload.planning.read_plan import FILE_ORDER
-from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
+from gdsload.planning.tensor_slices import TensorSlice, common_base, slice_of, whole
 from gdsload.system.device_name import device_name
 
 SKIP, KEEP, CONVERT = "skip", "keep", "convert"
@@ -45,6 +45,8 @@ class LoadPlan:
     fates: dict[str, str] = field(default_factory=dict)
     slices: dict[str, list[TensorSlice]] = field(default_factory=dict)  # by device, in order
     boxes: dict[str, tuple[str, Box]] = field(default_factory=dict)  # tensor and box, by slice
+    # Tensors of which several slices are made of the same bytes: what is read, keys of the slices.
+    bases: dict[str, tuple[TensorSlice, set[str]]] = field(default_factory=dict)
     devices: dict[str, str] = field(default_factory=dict)  # of tensors that are read to a device
     kept: set[str] = field(default_factory=set)  # keys of slices
     parameters: dict[str, str] = field(default_factory=dict)  # of kept tensors
@@ -262,7 +264,26 @@ class _Planner:
         for key in order:
             if key not in plan.written and key in self._slices:
                 device = plan.devices.get(key, "cpu")
-                plan.slices.setdefault(device, []).extend(self._slices[key])
+                plan.slices.setdefault(device, []).extend(self._read_slices(key))
+
+    def _read_slices(self, key: str) -> list[TensorSlice]:
+        """The slices of a tensor that are read by themselves; bytes of several are read once."""
+        share, boxes = self._slices[key], self.plan.boxes
+        base = common_base(share)
+        if base is None or share[0].key not in boxes:
+            return share
+        self.plan.bases[key] = base, {one.key for one in share}
+        # Where less than a dimension is read, it is the same part for all of these slices.
+        _, box = boxes[share[0].key]
+        read, full = base.shape or base.parts[0].shape, self._infos[key].shape
+        boxes[base.key] = (
+            key,
+            tuple(
+                (0, size) if length == size else ends
+                for ends, length, size in zip(box, read, full, strict=True)
+            ),
+        )
+        return [base]
 
 
 def _buffer(

@@ -24,6 +24,7 @@ from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
     MappedSlice,
     OpenedFile,
+    SeveralSlices,
     ShapeSlice,
     StateDict,
     WrittenSlice,
@@ -295,7 +296,8 @@ class ModelReader:
                 slices[name] = ShapeSlice(self.queue, info)
             else:
                 queue = self._device_queues.get(plan.devices.get(name, ""), self.queue)
-                slices[name] = LazySlice(queue, info)
+                base = plan.bases.get(name)
+                slices[name] = SeveralSlices(queue, info, *base) if base else LazySlice(queue, info)
         return StateDict(slices, self.begin_device_reads)
 
     def opened(self, device: Any = "cpu", leave: Callable[[], None] | None = None) -> OpenedFile:
