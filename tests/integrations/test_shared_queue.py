@@ -18,7 +18,7 @@ from equal import NEW
 from gdsload.distribution.exchange import Exchange
 from gdsload.distribution.reader_group import ReaderGroup
 from gdsload.errors import GdsloadError, PlacementError
-from gdsload.integrations.transformers.model_reader import ModelReader
+from gdsload.integrations.transformers.shared_queue import SharedQueue
 from gdsload.system import available, torch_thread
 from windows import small_windows
 
@@ -62,7 +62,15 @@ def test_first_tensor_that_is_taken_starts_the_exchange(
 ) -> None:
     tinymodels.build("llama").save_pretrained(tmp_path)
     wanted = gdsload.from_pretrained(tmp_path)
-    monkeypatch.setattr(ModelReader, "_begin", lambda self, reads: None)
+    calls: list[SharedQueue] = []
+    real = SharedQueue.start
+
+    def start(queue: SharedQueue) -> None:
+        calls.append(queue)
+        if len(calls) > 1:
+            real(queue)
+
+    monkeypatch.setattr(SharedQueue, "start", start)
     found = gdsload.from_pretrained(tmp_path, group=one_rank)
     assert tinymodels.differences(wanted, found) == []
     assert gdsload.last_report().ranks == 1

@@ -814,7 +814,7 @@ def test_ctrl_c_leaves_no_prefetch_that_nobody_has(
 
     # Whatever still refers to the one that was interrupted: it has ended, and is busy no more.
     monkeypatch.setattr(prefetch.Prefetch, "_run", lambda self: self._end("closed"))
-    monkeypatch.setattr(prefetch.Event, "wait", interrupted)
+    monkeypatch.setattr(prefetch.SafeEvent, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         gdsload.prefetch(checkpoint, backend="gated", **READ)
     assert prefetches() == [] and claims.offered() == []

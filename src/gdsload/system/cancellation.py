@@ -1,20 +1,17 @@
 """Cancelling a load from outside: from another thread or from an event loop.
 
 The load runs in a context with a `CancelToken`. Code in it that waits calls `check` again and
-again. Threads that wait for its reads, as those of transformers do, have no such context: the load
-registers a function that ends these reads (`ended_by`). No thread is killed.
+again. Threads that wait for its reads, as those of transformers do, have no such context: what they
+wait for keeps the token (`current`). No thread is killed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from gdsload.errors import GdsloadError
-from gdsload.system.lifecycle import fork_safe_lock
-from gdsload.system.threads import start_thread
 
 Result = TypeVar("Result")
 
@@ -29,21 +26,15 @@ class CancelToken:
     def __init__(self) -> None:
         self.asked = False
         self.over = False  # the last call of `run` has ended
-        self._lock = fork_safe_lock(self)
-        self._ends: list[Callable[[], object]] = []
 
     def ask(self) -> None:
-        """Cancels the load without waiting for its end.
+        """Cancels the load without waiting for its end."""
+        self.asked = True
 
-        Each registered function is called in a thread of its own, because it may wait for reads
-        that cannot be cancelled; in the caller's if no thread can be started.
-        """
-        with self._lock:
-            self.asked = True
-            ends = list(self._ends)
-        for end in ends:
-            if start_thread(end, "gdsload-stop") is None:
-                end()
+    def check(self) -> None:
+        """Raises LoadCancelled if the load was cancelled."""
+        if self.asked:
+            raise LoadCancelled("the load was cancelled")
 
     def run(self, call: Callable[..., Result], *args: Any, **named: Any) -> Result:
         """Calls a function that this token cancels, and returns its result.
@@ -55,41 +46,24 @@ class CancelToken:
         token = _current.set(self)
         self.over = False
         try:
-            check()
+            self.check()
             result = call(*args, **named)
-            check()
+            self.check()
             return result
         finally:
             _current.reset(token)
             self.over = True
 
 
-_current: ContextVar[CancelToken | None] = ContextVar("gdsload.stop", default=None)
+_NEVER = CancelToken()  # nobody cancels it
+_current: ContextVar[CancelToken] = ContextVar("gdsload.cancellation", default=_NEVER)
+
+
+def current() -> CancelToken:
+    """The token of this load."""
+    return _current.get()
 
 
 def check() -> None:
     """Raises LoadCancelled if this load was cancelled."""
-    token = _current.get()
-    if token is not None and token.asked:
-        raise LoadCancelled("the load was cancelled")
-
-
-@contextmanager
-def ended_by(end: Callable[[], object]) -> Iterator[None]:
-    """Registers `end`, which a cancellation of this load calls from another thread.
-
-    Raises:
-        LoadCancelled: The load was cancelled already.
-    """
-    token = _current.get()
-    if token is None:
-        yield
-        return
-    with token._lock:
-        token._ends.append(end)
-    try:
-        check()
-        yield
-    finally:
-        with token._lock:
-            token._ends.remove(end)
+    _current.get().check()

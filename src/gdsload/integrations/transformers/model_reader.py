@@ -44,7 +44,7 @@ from gdsload.loading.session import Session, verifier_of
 from gdsload.loading.settings import ReadSettings
 from gdsload.planning.tensor_slices import TensorSlice, part_ranges, whole
 from gdsload.report import LoadReport
-from gdsload.system import cancellation, gpu, quiesce
+from gdsload.system import gpu, quiesce
 from gdsload.system.device_name import plain_name
 from gdsload.system.gc_control import collector_paused
 
@@ -170,13 +170,13 @@ class ModelReader:
             if shared == "cpu"
             else self._queue(self.session, to_host, MOSTLY_WRITTEN if in_part else "")
         )
-        self._begin(self.queue)
+        self.queue.start()
         with self.report.phase("prepare"):
             self.buffers = self._stack.enter_context(ParameterBuffers(plan.buffers, plan.twins))
         self.writer = self._stack.enter_context(
             ParameterWriter(self.session, self.buffers, written)
         )
-        self._begin(self.writer)
+        self.writer.start()
         self._count(plan.count())
 
     def _use(self, plan: LoadPlan) -> None:
@@ -243,16 +243,11 @@ class ModelReader:
         self._stack.enter_context(queue)
         return queue
 
-    def _begin(self, reads: ReadaheadQueue | ParameterWriter) -> None:
-        """Posts the first reads; a cancellation ends them."""
-        self._stack.enter_context(cancellation.ended_by(reads.close))
-        reads.start()
-
     def begin_device_reads(self) -> None:
         """Posts the first reads to devices. To be called after transformers has warmed up torch's
         allocator, which provides their memory. Raises PlacementError and ReadError."""
         for queue in self._device_queues.values():
-            self._begin(queue)
+            queue.start()
 
     def parameters_in_memory(self) -> set[str]:
         """Parameters that need no memory of torch's allocator: they are prefetched to their
@@ -273,7 +268,7 @@ class ModelReader:
         self._count({"materialised": len(names), SKIP: len(self.checkpoint.tensors) - len(names)})
         slices = [whole(self.checkpoint.info(name)) for name in names]
         self.queue = self._queue(self.session, slices)
-        self._begin(self.queue)
+        self.queue.start()
 
     def _count(self, fates: Mapping[str, int]) -> None:
         """Adds to the report, which may be of several shards, or of a model and its adapter."""

@@ -16,6 +16,7 @@ from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
 from gdsload.loading.session import Session
 from gdsload.loading.window_writer import Copy, CopyPart, WindowWriter
+from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ class ParameterWriter(WindowWriter):
         self.taken_tensors = 0
         self._lock = fork_safe_lock(self)
         self._closed = False
+        self._cancellation = cancellation.current()  # other threads take the tensors
 
     def start(self) -> None:
-        """Posts the first windows. Raises QueueClosed if a cancellation was faster."""
+        """Posts the first windows. Raises LoadCancelled."""
         with self._lock:
             self._require_open()
             self._advance()
@@ -57,6 +59,7 @@ class ParameterWriter(WindowWriter):
 
         Raises:
             ReadError: A read up to this tensor failed.
+            LoadCancelled: The load was cancelled.
             QueueClosed: The load ended meanwhile.
         """
         if not self.buffers.expects(name, dtype):
@@ -87,6 +90,7 @@ class ParameterWriter(WindowWriter):
         return False
 
     def _require_open(self) -> None:
+        self._cancellation.check()
         if self._closed:
             raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
 

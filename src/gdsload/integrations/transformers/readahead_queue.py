@@ -31,6 +31,7 @@ from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, part_ranges
+from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -258,13 +259,14 @@ class ReadaheadQueue:
         self._past_cache = past_cache
         self._lock = fork_safe_lock(self)
         self._closed = False
+        self._cancellation = cancellation.current()  # other threads take the slices
         unique = {tensor_slice.key: tensor_slice for tensor_slice in slices}.values()
         self._planned = _windows_of(unique, kept)
         self._posted: list[_Window] = []  # not all of it is taken
         self._window_of = {one.key: window for window in self._planned for one in window.slices}
 
     def start(self) -> None:
-        """Posts the first windows. Raises QueueClosed if a cancellation was faster."""
+        """Posts the first windows. Raises LoadCancelled."""
         with self._lock:
             self._require_open()
             self._advance()
@@ -297,6 +299,7 @@ class ReadaheadQueue:
 
         Raises:
             ReadError: Reading its window failed. Every later call for it fails in the same way.
+            LoadCancelled: The load was cancelled.
             QueueClosed: The load ended meanwhile.
         """
         expected: _Window | None = None
@@ -348,6 +351,7 @@ class ReadaheadQueue:
         return True
 
     def _require_open(self) -> None:
+        self._cancellation.check()
         if self._closed:
             raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
 

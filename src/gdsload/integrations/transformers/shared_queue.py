@@ -151,6 +151,7 @@ class SharedQueue(ReadaheadQueue):
 
         Raises:
             GdsloadError: This rank or another one has failed. Later calls fail in the same way.
+            LoadCancelled: The load was cancelled.
             QueueClosed: The load ended meanwhile.
         """
         key = tensor_slice.key
@@ -162,6 +163,7 @@ class SharedQueue(ReadaheadQueue):
                 self._waiting += 1
                 try:
                     while key not in self._arrived and not self._ending:
+                        self._cancellation.check()
                         self._changed.notify_all()
                         self._changed.wait(_POLL_SECONDS)
                 finally:
