@@ -21,7 +21,7 @@ from safetensors.torch import load_file as reference_load_file, save_file
 
 import gdsload
 from command import answer, run
-from devicetensors import BACKENDS, odd_tensors, raw
+from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gated import gated
 from gdsload import warmup
 from gdsload._native.pump import set_throttle
@@ -34,7 +34,7 @@ from gdsload.errors import (
     PartialLoad,
     StallError,
 )
-from gdsload.loading import integrity, window_writer
+from gdsload.loading import destinations, integrity, window_writer
 from gdsload.loading.claims import Offer
 from gdsload.loading.integrity import Verifier
 from gdsload.planning.read_plan import FILE_ORDER
@@ -380,6 +380,39 @@ def test_bytes_on_a_device_are_compared(
     flip_in(tmp_path, "e", 150_000)
     with pytest.raises(IntegrityError, match="tensor 'e'"):
         load()
+
+
+@pytest.fixture
+def device_targets(
+    doubles: Doubles, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, torch.Tensor]:
+    """Tensors of cuda:0, for those of the checkpoint."""
+    monkeypatch.setattr(destinations, "device_of", lambda tensor: "cuda:0")
+    return {
+        name: device_tensor(tensor.shape, tensor.dtype, "cuda:0").fill_(0)
+        for name, tensor in gdsload.load_file(source).items()
+    }
+
+
+def test_difference_before_anything_was_written_to_a_device_is_no_partial_load(
+    device_targets: dict[str, torch.Tensor], source: Path
+) -> None:
+    flip_in(source, NORM)
+    with pytest.raises(IntegrityError, match=NORM):
+        gdsload.load_into(device_targets, source, verify="checksum", backend="posix")
+    assert not any(tensor.any() for tensor in device_targets.values())
+
+
+def test_difference_in_the_last_window_of_a_device_leaves_nothing_undefined(
+    device_targets: dict[str, torch.Tensor], source: Path
+) -> None:
+    with Checkpoint.open(source) as checkpoint:
+        last = max(checkpoint.tensors.values(), key=FILE_ORDER)
+    flip_in(source, last.name)
+    with small_windows(20_000), pytest.raises(PartialLoad) as caught:
+        gdsload.load_into(device_targets, source, verify="checksum", backend="posix")
+    assert caught.value.complete and caught.value.undefined == ()
+    assert last.name in caught.value.unchanged and not device_targets[last.name].any()
 
 
 def test_prefetch_compares_what_another_one_has_read_without_comparing(source: Path) -> None:

@@ -489,7 +489,10 @@ def test_failed_copy_leaves_its_window_undefined(
 
 
 def test_interrupt_is_raised_as_it_is(path: Path, saved: Tensors, monkeypatch: Any) -> None:
-    def interrupted(*_: object) -> None:
+    real = WindowWriter._write
+
+    def interrupted(self: WindowWriter, *words: Any) -> None:
+        real(self, *words)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(WindowWriter, "_write", interrupted)

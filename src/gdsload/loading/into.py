@@ -251,7 +251,7 @@ def _write_windows(
         session.checkpoint.verify_unchanged()
         verified = True
     finally:
-        begun = writer.windows[: writer.copied + writer.copying]
+        begun = writer.windows[: writer.copied + writer.writing]
         for key in {part.key for window in begun for part in window}:
             whole = verified and writer.window_of[key] < writer.copied
             progress.set(by_key[key], COMPLETE if whole else UNDEFINED)

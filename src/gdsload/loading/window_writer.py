@@ -95,6 +95,7 @@ class WindowWriter:
         window_of: The number of the window with the last part of each key.
         copied: The number of windows that were copied completely.
         copying: Whether a copy is under way, or was interrupted by an error.
+        writing: Whether this copy has begun to write to the tensors.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class WindowWriter:
             part.key: number for number, window in enumerate(self.windows) for part in window
         }
         self.copied = 0
-        self.copying = False
+        self.copying = self.writing = False
         self._part_of = part_of
         self._fresh = fresh
         self._copier = Copier(torch.get_num_threads())
@@ -182,7 +183,7 @@ class WindowWriter:
         self._release_first()
         self.taken_bytes += sum(part.info.nbytes for part in window)
         self.copied += 1
-        self.copying = False
+        self.copying = self.writing = False
         self._advance()
 
     def _write(self, window: Sequence[CopyPart], batch: Batch) -> None:
@@ -204,10 +205,13 @@ class WindowWriter:
             if copy is not None and not shares:
                 copies.append(copy)
         region = None if self._fresh is None else self._fresh.handle()
+        self.writing = bool(copies)
         count_pages(self.session.report, *self._copier.copy(copies, region))
         for view, nbytes in copied:
             view.give_back(nbytes)  # of a prefetch; windows keep their memory
+        # Compares what is on a device.
         tensors = batch.tensors_of([part.info for part, _ in others])
+        self.writing = True
         for part, target in others:
             tensor = tensors.pop(part.info.name)
             with copying():
