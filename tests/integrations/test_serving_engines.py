@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import enginedoubles
 import gdsload
+from command import answer
 from gdsload.integrations import engine_weights
 from gdsload.integrations.engine_weights import WeightsReader, with_reader
 
@@ -35,6 +36,15 @@ def model(tmp_path: Path) -> Path:
     for number, names in enumerate((["embed", "layers.0.experts.0.weight"], list(WEIGHTS)[2:])):
         save_file({name: WEIGHTS[name] for name in names}, tmp_path / f"m-{number}.safetensors")
     return tmp_path
+
+
+@pytest.fixture
+def damaged(model: Path) -> Path:
+    """The model with a manifest, which was made of another norm."""
+    answer("manifest", model, "--algorithm", "sha256")
+    others = {name: WEIGHTS[name] for name in list(WEIGHTS)[2:]}
+    save_file(others | {"norm": torch.zeros_like(WEIGHTS["norm"])}, model / "m-1.safetensors")
+    return model
 
 
 @pytest.fixture
@@ -202,6 +212,18 @@ def test_vllm_loader_refuses_a_wrong_value_of_distributed(vllm: ModuleType) -> N
         vllm.GdsloadModelLoader(load_config(model_loader_extra_config={"distributed": 1}))
 
 
+def test_vllm_loader_compares_with_checksums_if_asked(vllm: ModuleType, damaged: Path) -> None:
+    config = load_config(model_loader_extra_config={"verify": "checksum"})
+    with pytest.raises(gdsload.IntegrityError, match="norm"):
+        list(vllm.GdsloadModelLoader(config)._get_weights_iterator(source(damaged)))
+
+
+def test_vllm_loader_refuses_checksums_of_reads_that_ranks_share(vllm: ModuleType) -> None:
+    config = load_config(model_loader_extra_config={"verify": "checksum", "distributed": True})
+    with pytest.raises(ValueError, match=r"distributed=True: verify= .* cannot be combined"):
+        vllm.GdsloadModelLoader(config)
+
+
 def test_vllm_module_keeps_its_own_reader(vllm: ModuleType, model: Path) -> None:
     list(vllm.GdsloadModelLoader(load_config())._get_weights_iterator(source(model)))
     stock = vllm.DefaultModelLoader(load_config(load_format="auto"))
@@ -286,6 +308,15 @@ def test_sglang_reads_by_gdsload_if_asked(
     assert_same(found, {f"draft.{name}": tensor for name, tensor in WEIGHTS.items()})
 
 
+def test_sglang_compares_with_checksums_if_asked(
+    sglang: ModuleType, damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GDSLOAD_SGLANG", '{"verify": "checksum"}')
+    sglang.register()
+    with pytest.raises(gdsload.IntegrityError, match="norm"):
+        list(sglang_loader("auto")._get_weights_iterator(source(damaged)))
+
+
 def test_sglang_passes_on_the_files_that_it_has_found(
     sglang: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +391,7 @@ def test_names_of_files_may_have_superscript_digits() -> None:
         ({"options": "engine"}, "options='engine': it must be an object"),
         ({"backend": 1}, "backend=1: it must be a string"),
         ({"cache": "cold"}, "cache"),
+        ({"verify": "md5"}, "verify='md5'"),
         ({"device": "floppy"}, "floppy"),
     ],
 )

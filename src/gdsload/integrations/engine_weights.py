@@ -63,6 +63,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "options": _mapping,
     "window_bytes": _size,
     "stall_seconds": _seconds,
+    "verify": _text,
     "held_bytes": _size,
 }
 
@@ -71,9 +72,9 @@ class WeightsReader:
     """Reads the weights of an engine. Options are checked here, before a model is built.
 
     Args:
-        options: `device`, `backend`, `cache`, `page_cache`, `options`, `window_bytes` and
-            `stall_seconds` as for `gdsload.stream`; `held_bytes` bounds the device memory of
-            tensors that the model keeps.
+        options: `device`, `backend`, `cache`, `page_cache`, `options`, `window_bytes`,
+            `stall_seconds` and `verify` (no path) as for `gdsload.stream`; `held_bytes` bounds the
+            device memory of tensors that the model keeps.
         also: Names of other options, which the engine takes, for the message.
 
     Raises:

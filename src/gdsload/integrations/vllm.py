@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from gdsload.distribution.shared_load import NOT_COMPARED
 from gdsload.integrations.engine_weights import WeightsReader, is_first_rank, with_reader
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: Any) -> None:
-        """Raises ValueError if an option is unknown or has no such value."""
+        """Raises ValueError if an option is unknown, has no such value or contradicts another."""
         extra = load_config.model_loader_extra_config
         if not isinstance(extra, dict):
             raise ValueError(f"model_loader_extra_config must be a dict, not {extra!r}")
@@ -59,6 +60,8 @@ class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self._distributed = own.pop("distributed", False)
         if not isinstance(self._distributed, bool):
             raise ValueError(f"option distributed={self._distributed!r}: it must be true or false")
+        if self._distributed and own.get("verify", "size") != "size":
+            raise ValueError(f"option distributed=True: {NOT_COMPARED}")
         self._reader = WeightsReader(own, also=("distributed", *_OF_VLLM))
         self._given_config = load_config
         config = copy.copy(load_config)
