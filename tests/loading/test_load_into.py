@@ -647,6 +647,19 @@ def test_tensors_in_vram_are_written_in_place(
     assert all(tensor._version > versions[name] for name, tensor in targets.items())
 
 
+def test_bar_counts_bytes_that_come_from_the_host_pool_to_vram(
+    device_targets: Callable[..., Tensors],
+    path: Path,
+    saved: Tensors,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with gdsload.warmup.HostPool(8 << 20):
+        gdsload.load_file(path, cache="buffered")
+        gdsload.load_into(device_targets(saved), path, backend="posix", progress=True)
+    assert "100%" in capsys.readouterr().err
+    assert [*gdsload.last_report().paths] == ["pool"]
+
+
 @pytest.mark.parametrize(("backend", "options"), BACKENDS[1:3])
 def test_casts_and_views_in_vram_are_exact(
     backend: str,
@@ -756,7 +769,7 @@ def test_stalled_read_to_vram_is_the_error_if_the_storage_answers_nothing(
     saved: Tensors,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wait(*_: object) -> None:
+    def wait(*_: object, **__: object) -> None:
         raise StallError("no byte has come", offset=7)
 
     monkeypatch.setattr(TargetBatch, "wait", wait)

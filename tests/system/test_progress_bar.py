@@ -11,11 +11,16 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file as reference_load_file
 
+import gdsload
 from command import process
 from storage import make_cold
 
@@ -90,3 +95,33 @@ def test_bar_of_a_long_load_shows_rate_and_time_left_on_terminals_only(
         assert BAR.search(said), said
         assert said.rpartition("\r")[0].endswith(" "), "the bar was not removed"
     assert (quiet.result().returncode, quiet.result().stderr) == (0, 3 * END)
+
+
+def by_load_file(source: Path, **how: Any) -> None:
+    gdsload.load_file(source, **how)
+
+
+def by_stream(source: Path, **how: Any) -> None:
+    for _ in gdsload.stream(source, window_bytes=1 << 20, **how):
+        pass
+
+
+def by_load_into(source: Path, **how: Any) -> None:
+    targets: dict[str, torch.Tensor] = {}
+    for shard in source.glob("*.safetensors"):
+        targets |= reference_load_file(shard)
+    gdsload.load_into(targets, source, **how)
+
+
+@pytest.mark.parametrize("load", [by_load_file, by_stream, by_load_into])
+def test_bar_that_is_asked_for_counts_bytes_that_are_in_memory(
+    load: Callable[..., None], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(checkpoint, progress=True, cache="mapped")
+    assert "100%" in capsys.readouterr().err
+    assert [*gdsload.last_report().paths] == ["mapped"]
+    with gdsload.warmup.HostPool(8 << 20):
+        gdsload.load_file(checkpoint, names="0.a", cache="direct")
+        load(checkpoint, progress=True, cache="direct")
+    assert "100%" in capsys.readouterr().err
+    assert len(gdsload.last_report().paths) == 2  # half of the bytes came from the pool

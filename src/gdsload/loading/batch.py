@@ -330,7 +330,8 @@ class Batch:
         """Waits until all bytes have arrived.
 
         Args:
-            advance: Called with the number of bytes that have arrived since the last call.
+            advance: Called with the number of bytes that have arrived since the last call; first
+                with that of `parts` in memory, such as mapped ones.
             watch: Called ten times a second. An exception from it ends the wait.
             parts: The ranges of this batch. If the session has a verifier, those in host memory
                 are compared while later ones are read.
@@ -344,6 +345,10 @@ class Batch:
         """
         phase = self.session.report.phase
         advance = advance or (lambda nbytes: None)
+        claimed_bytes = sum(claim.range.nbytes for claim in self.claims.values())
+        in_memory = bytes_of([*parts]) - self.plan.wanted_bytes - claimed_bytes
+        if in_memory > 0:
+            advance(in_memory)
         with phase("wait for the prefetch") if self.claims else nullcontext():
             self._await_claims(advance, watch)
         to_check = self._to_check(parts)

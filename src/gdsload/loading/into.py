@@ -197,7 +197,8 @@ def _read_in_place(
 ) -> None:
     if not destinations:
         return
-    arranged = session.arrange(part_ranges(each.wanted.slice for each in destinations))
+    ranges = part_ranges(each.wanted.slice for each in destinations)
+    arranged = session.arrange(ranges)
     batch: TargetBatch | None = None
 
     def begin() -> None:
@@ -207,7 +208,7 @@ def _read_in_place(
     try:
         batch = TargetBatch(session, *arranged, destinations, begin)
         begin()  # if nothing is read, prefetched bytes are copied
-        batch.wait(advance)
+        batch.wait(advance, parts=ranges)
         batch.copy_views()
         _finish_copies(session, destinations)
     except GdsloadError:

@@ -43,10 +43,13 @@ def progress_bar(
     def advance(nbytes: int) -> None:
         nonlocal bar
         if shown and bar is None:
+            total = total_bytes() if callable(total_bytes) else total_bytes
+            if not wanted and nbytes >= total:
+                return  # all bytes are there at once
             # tqdm.auto has a bar for notebooks, and takes longer to import.
             bar = import_module("tqdm.auto" if notebook else "tqdm").tqdm(
                 desc=title,
-                total=total_bytes() if callable(total_bytes) else total_bytes,
+                total=total,
                 unit="B",
                 unit_scale=True,
                 delay=0 if wanted else _DELAY_SECONDS,
