@@ -39,8 +39,9 @@ def record_spans(tracer_provider: TracerProvider | None = None) -> Callable[[], 
 
     A span is recorded when its load has ended, below the span that is current in this thread. It is
     named "gdsload.load" or "gdsload.prefetch". Its attributes are fields of `LoadReport`, and the
-    bytes by I/O path; refusals are span events. A phase that repeats is one child, from its first
-    start to its last end, with the attributes `gdsload.seconds` (the sum) and `gdsload.count`.
+    bytes by I/O path; refusals and failovers are span events. A phase that repeats is one child,
+    from its first start to its last end, with the attributes `gdsload.seconds` (the sum) and
+    `gdsload.count`.
 
     Args:
         tracer_provider: None is the global provider.
@@ -90,6 +91,8 @@ def record_spans(tracer_provider: TracerProvider | None = None) -> Callable[[], 
             child.end(_nanoseconds(to_epoch + max(span.end for span in spans)))
         for name, reason in report.refusals.items():
             whole.add_event("refused", {"gdsload.name": name, "gdsload.reason": reason})
+        for backends, nbytes in report.failovers.items():
+            whole.add_event("failed over", {"gdsload.backends": backends, "gdsload.bytes": nbytes})
         if report.failure:
             whole.set_status(trace.StatusCode.ERROR, report.failure)
         whole.end(_nanoseconds(event.time))

@@ -88,6 +88,16 @@ def test_refusals_are_events_of_the_span(spans: Any) -> None:
     assert dict(event.attributes) == {"gdsload.name": "gds", "gdsload.reason": "no driver"}
 
 
+def test_failovers_are_events_of_the_span(spans: Any) -> None:
+    report = LoadReport("model")
+    with report.whole():
+        report.failovers["gds -> posix"] = 4096
+    (load,) = spans.get_finished_spans()
+    (event,) = load.events
+    assert event.name == "failed over"
+    assert dict(event.attributes) == {"gdsload.backends": "gds -> posix", "gdsload.bytes": 4096}
+
+
 def test_metrics_count_loads_bytes_and_seconds(registry: Any, checkpoint: Path) -> None:
     reports = []
     for _ in range(2):
