@@ -337,6 +337,26 @@ def test_source_that_starts_again_with_the_same_bytes_is_the_same_version() -> N
     file.close()
 
 
+def test_peers_with_other_bytes_under_equal_headers_are_not_mixed() -> None:
+    tensors = {"a": torch.arange(5_000_000)}
+    other = {"a": tensors["a"] + 1}
+    with gdsload.serve(tensors) as first, gdsload.serve(other) as second:
+        got = gdsload.load_file(gdsload.replicas(first.url, second.url))
+        assert torch.equal(got["a"], tensors["a"])
+        assert "another digest" in gdsload.last_report().refusals[second.url]
+
+
+def test_peers_with_the_same_weights_are_used_together(folder: Path, url: str) -> None:
+    """Whatever other files they have, with checksums or without, and beside a directory."""
+    with (
+        gdsload.serve(folder, files={"notes": b"of this one"}) as noted,
+        gdsload.serve(folder, checksums=False) as unchecked,
+    ):
+        got = gdsload.load_file(gdsload.replicas(url, noted.url, unchecked.url, folder))
+        assert not gdsload.last_report().refusals
+    assert all(map(torch.equal, got.values(), stock(folder / "model.safetensors").values()))
+
+
 def test_interrupted_close_ends_the_service_and_releases_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

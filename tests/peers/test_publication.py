@@ -84,6 +84,25 @@ def test_same_tensors_have_the_same_version() -> None:
     assert version(tensors, small) != version(copies, small)
 
 
+def test_digest_of_a_file_depends_on_its_bytes_only() -> None:
+    tensors = {"a": torch.arange(9.0), "b": torch.ones(3), "none": torch.zeros(0)}
+
+    def digests(tensors: dict[str, torch.Tensor], others: dict[str, PublishedFile]) -> Any:
+        files = {"m": file_with(tensors)}
+        manifest = json.loads(manifest_bytes(files | others))
+        checksums = manifest["files"]["m"]["tensors"]
+        manifest["files"]["m"]["tensors"] = dict(reversed(checksums.items()))
+        return published(files, {}, json.dumps(manifest).encode()).digests
+
+    files = {"m": file_with(tensors)}
+    found = published(files, {"config.json": b"{}"}, manifest_bytes(files)).digests
+    assert found == digests(tensors, {})
+    assert list(found) == ["m"] and found["m"].startswith("xxh3_128/8388608:")
+    assert found == digests(tensors, {"n": file_with({"c": torch.ones(1)})})
+    assert found != digests(tensors | {"b": torch.zeros(3)}, {})
+    assert not published(files, {}, b"").digests
+
+
 def test_manifest_has_a_checksum_of_each_block() -> None:
     tensor = torch.zeros((8 << 20) + 1, dtype=torch.uint8)
     manifest = json.loads(manifest_bytes({"m": file_with({"big": tensor})}))

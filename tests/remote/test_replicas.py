@@ -225,6 +225,13 @@ def test_source_with_another_digest_is_left() -> None:
     assert len(files[2].requests) == 2
 
 
+def test_digests_of_other_algorithms_are_not_compared() -> None:
+    files = [MemoryFile(DATA) for _ in range(4)]
+    for file, digest in zip(files, ("xxh3:1", "sha256:2", "sha256:3", ""), strict=True):
+        file.digest = digest
+    assert list(Loaded(replica(*files)).status.refusals) == ["s3://bucket-2"]
+
+
 def test_changed_source_is_noticed_at_the_end() -> None:
     files = [MemoryFile(DATA), MemoryFile(DATA)]
     file = replica(*files)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gdsload.checkpoint.header import header_bytes
@@ -24,8 +25,10 @@ from gdsload.checkpoint.manifest import (
     MANIFEST_NAME,
     XXH3,
     FileChecksums,
+    Manifest,
     hash_function,
     manifest_json,
+    parse_manifest,
 )
 from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError, shown
@@ -97,11 +100,12 @@ class PublishedFile(NamedTuple):
 
 
 class Publication(NamedTuple):
-    """What a source serves under one version."""
+    """What a source serves under one version. `digests` are of tensor files that have checksums."""
 
     version: str
     tensor_files: dict[str, PublishedFile]
     small_files: dict[str, bytes]
+    digests: Mapping[str, str] = MappingProxyType({})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -168,4 +172,14 @@ def published(
     whole = hashlib.sha256()
     for name, content in sorted(small.items()):
         whole.update(json.dumps([name, len(content)]).encode() + content)
-    return Publication(whole.hexdigest()[:32], files, small)
+    checksums = parse_manifest(manifest, MANIFEST_NAME)
+    digests = {name: _digest_of(checksums, name) for name in files if name in checksums.files}
+    return Publication(whole.hexdigest()[:32], files, small, digests)
+
+
+def _digest_of(manifest: Manifest, name: str) -> str:
+    """A digest of the checksums of one file, whatever else is in the manifest."""
+    _, header, tensors = manifest.files[name]
+    facts = json.dumps([header, sorted(pair for pair in tensors.items() if pair[1])])
+    kind = f"{manifest.algorithm}/{manifest.block_bytes}"
+    return f"{kind}:{hashlib.sha256(facts.encode()).hexdigest()}"

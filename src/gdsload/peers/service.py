@@ -253,6 +253,7 @@ class _ReaderConnection:
             "agent": served.agent,
             "plugin": served.plugin,
             "files": served.publication.sizes,
+            "digests": dict(served.publication.digests),
         }
         return facts, served.metadata
 

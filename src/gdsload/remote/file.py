@@ -62,7 +62,8 @@ class RemoteFile(ABC):
         version: The ETag, generation or digest of this version, "" if unknown. It is the same for
             the life of the object.
         scheme: The kind of source, such as "s3", "gs", "az", "https" or "nixl".
-        digest: A checksum of all bytes, "algorithm:hex", if the source tells one; else "".
+        digest: A checksum of all bytes, "algorithm:hex", if the source tells one; else "". Those
+            of one algorithm are equal if the bytes are.
         query: A hash of the part of the query that chooses the file, "" if there is none.
         head_bytes: The header is in this many bytes, or reads of it begin with so many. A peer that
             still receives the file may not have more yet.

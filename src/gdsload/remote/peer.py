@@ -80,6 +80,7 @@ class _Source(NamedTuple):
     plugin: str
     metadata: bytes
     sizes: dict[str, int]
+    digests: dict[str, str]
 
 
 class _Contents(NamedTuple):
@@ -259,10 +260,12 @@ class PeerDirectory(RemoteDirectory):
         answer, metadata = connection.ask("open", name=self._name, reader=self._reader_name)
         try:
             sizes = {str(name): int(size) for name, size in answer["files"].items()}
+            known = answer.get("digests", {}).items()  # older sources have none
+            digests = {str(name): str(digest) for name, digest in known}
             version, agent, plugin = (str(answer[key]) for key in ("version", "agent", "plugin"))
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise MessageError(f"the peer sent something else: {error}") from None
-        return _Source(version, agent, plugin, metadata, sizes)
+        return _Source(version, agent, plugin, metadata, sizes, digests)
 
     def _patient(
         self, connection: _Connection, op: str, **fields: Any
@@ -373,6 +376,7 @@ class PeerFile(RemoteFile):
         source = directory.source
         self.url = directory.path_of(name)
         self.size, self.version = source.sizes[name], source.version
+        self.digest = source.digests.get(name, "")
         self._directory, self._name, self._head = directory, name, head
         self.head_bytes = len(head)
         self._changed = ""

@@ -147,7 +147,8 @@ class Opened(NamedTuple):
 
 
 class ReplicaFile(RemoteFile):
-    """One file of several sources. All of them have the same size, header, and digest if known."""
+    """One file of several sources. All of them have the same size and header, and the same digest
+    if they tell one of the same algorithm."""
 
     backend = "replicas"
     scheme = "replicas"
@@ -169,8 +170,8 @@ class ReplicaFile(RemoteFile):
         self._lock = fork_safe_lock(self)
         self._closed = False
         first, self._header = next(iter(files.values()))
-        self.size, self.version, self.digest = first.size, first.version, first.digest
-        self.query = first.query
+        self.size, self.version, self.query = first.size, first.version, first.query
+        self._digests: dict[str, str] = {}  # by algorithm
         for source, (file, header) in files.items():
             if why := self._difference(file, header):
                 del self._files[source]
@@ -181,7 +182,8 @@ class ReplicaFile(RemoteFile):
             return f"{file.size} bytes instead of {self.size}"
         if header != self._header:
             return "another header"
-        if self.digest and file.digest and file.digest != self.digest:
+        algorithm = file.digest.partition(":")[0]
+        if self._digests.setdefault(algorithm, file.digest) != file.digest:
             return "another digest"
         self.digest = self.digest or file.digest
         return ""
