@@ -89,6 +89,10 @@ class Doubles:
         """Sets one of cuFile's sizes, as a cufile.json would."""
         self.cufile.cufile_double_size(parameter, value)
 
+    def forbid_compat(self) -> None:
+        """Forbids cuFile's compatibility mode, as a cufile.json would."""
+        self.cufile.cuFileSetParameterBool(1, 0)
+
     def fault(self, call: str, kind: int, value: int = 0, *, skip: int = 0, times: int = 1) -> None:
         """Strikes `times` calls (-1: all), after letting `skip` pass."""
         lib = self.cufile if call.startswith("cuFile") or call == "event" else self.cuda

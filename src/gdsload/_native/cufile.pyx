@@ -253,6 +253,7 @@ cdef class CuFile:
         return {
             "nvfs_major": props.nvfs.major_version,
             "filesystems": props.nvfs.dstatusflags,
+            "control": props.nvfs.dcontrolflags,
             "features": props.fflags,
             "max_device_cache_kb": props.max_device_cache_size,
             "per_buffer_cache_kb": props.per_buffer_cache_size,

@@ -113,6 +113,35 @@ def test_compatibility_mode_of_old_releases_is_refused(
     assert doubles.cufile_log["open"] == 0
 
 
+def set_old_release(doubles: Doubles, *, compat: bool = True) -> None:
+    """libcufile 1.11 to 1.13 on a machine with nvidia-fs: no parameters, and no statistics.
+    `compat`: whether its cufile.json allows compatibility mode."""
+    doubles.set(version=1110)
+    if not compat:
+        doubles.forbid_compat()
+    for call in ("SetParameterBool", "SetParameterSizeT", "GetParameterSizeT", "SetStatsLevel"):
+        doubles.fault(f"cuFile{call}", CODE, 5030, times=-1)
+
+
+def test_old_release_with_compatibility_mode_allowed_is_refused(doubles: Doubles) -> None:
+    set_old_release(doubles)
+    with pytest.raises(BackendUnavailable, match="set allow_compat_mode to false"):
+        library.opened("cuda:0", False)
+    assert (doubles.cufile_log["opens"], doubles.cufile_log["open"]) == (1, 0)
+
+
+@pytest.mark.parametrize(("allow", "path"), [(False, "nvfs"), (True, "uncounted")])
+def test_old_release_reports_its_mode_only_if_compatibility_mode_is_refused(
+    allow: bool, path: str, doubles: Doubles, file: OpenFile
+) -> None:
+    set_old_release(doubles, compat=allow)
+    with GdsMtBackend(**SMALL, allow_compat=allow) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {}
+        assert backend.paths(load.request) == {f"gds_mt/{path}": SIZE}
+        backend.release(load.request)
+
+
 @pytest.mark.parametrize(
     ("machine", "mode"),
     [({"native": 1}, "nvfs"), ({"native": 2}, "p2p"), ({"native": 0}, "compat")],

@@ -182,8 +182,10 @@ class CuFileBackend(PumpBackend):
         )
         self._counted = counts
         # Another request of this load may have got its counts. Without any (before 1.15, or of
-        # batches) only the mode of the driver is known.
-        parts = shares_of(total, reads) or shares_of(total, all_reads) or {driver.mode: total}
+        # batches) only the mode of the driver is known, which is that of all files only if
+        # compatibility mode is refused.
+        parts = shares_of(total, reads) or shares_of(total, all_reads)
+        parts = parts or {driver.uncounted_path: total}
         return {f"{self.name}/{path}": nbytes for path, nbytes in parts.items()}
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ from gdsload.errors import BackendUnavailable, GdsloadError
 from gdsload.system import gpu, lifecycle, quiesce, shared_libraries
 
 NVFS, P2P, COMPAT = "nvfs", "p2p", "compat"
+# Reads by one of them that nobody counts.
+UNCOUNTED = "uncounted"
 ROOT = "/"  # the directory that stands for the machine's root
 # cuFileDriverOpen takes 50 to 180 ms, and longer on machines with many GPUs.
 OPEN_SECONDS = 30.0
@@ -46,8 +48,8 @@ DIRECT_IO_KB = 16384
 # CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t.
 _DIRECT_IO_KB, _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 5, 6, 7, 9
 _ALLOW_COMPAT, _PARALLEL_IO, _USE_P2PDMA = 1, 4, 7
-# CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
-_NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
+# CUfileDriverStatusFlags_t, CUfileDriverControlFlags_t and CUfileFeatureFlags_t, as bits.
+_NVME, _NVME_P2P, _COMPAT_ALLOWED, _P2P_SUPPORTED = 4, 11, 1, 4
 
 # The code of settings that cuFile does not understand, from 1.19 on; before, it is below zero.
 _BAD_SETTINGS = 5002
@@ -108,15 +110,20 @@ class BatchLimits(NamedTuple):
 class Driver(quiesce.Holder):
     """cuFile with its driver open.
 
-    `mode` is the path that it uses: `NVFS`, `P2P` or `COMPAT`.
+    `mode` is the path that it uses: `NVFS`, `P2P` or `COMPAT`. `uncounted_path` is that of reads
+    that cuFile has not counted: with a native mode, files may still be read in compatibility mode,
+    if that is allowed.
     """
 
-    def __init__(self, library: CuFile, owner: Device) -> None:
-        """`owner`: the device that it was opened for."""
+    def __init__(self, library: CuFile, owner: Device, compat_refused: bool) -> None:
+        """`owner`: the device that it was opened for. `compat_refused`: whether cuFile was told to
+        refuse compatibility mode."""
         self.library, self._owner = library, owner
         self.pid = os.getpid()
         facts = library.properties()
         self.mode = _mode(library, facts)
+        allowed = not compat_refused and facts["control"] >> _COMPAT_ALLOWED & 1
+        self.uncounted_path = UNCOUNTED if allowed and self.mode != COMPAT else self.mode
         self.limits = BatchLimits(
             (library.get_size(_BUFFER_CACHE_KB) or facts["per_buffer_cache_kb"]) << 10,
             (library.get_size(_DEVICE_CACHE_KB) or facts["max_device_cache_kb"]) << 10,
@@ -394,8 +401,8 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     chosen = settings.has("properties", "use_pci_p2pdma") or "CUFILE_USE_PCIP2PDMA" in os.environ
     if native_path()[0] == P2P and not chosen:
         switches[_USE_P2PDMA] = True
-    for parameter, value in switches.items():
-        found.set_bool(parameter, value)  # not before 1.14: checked when it is open
+    taken = {name: found.set_bool(name, value) for name, value in switches.items()}  # from 1.14 on
+    compat_refused = taken[_ALLOW_COMPAT] and not allow_compat
     # With slabs of several sizes, 1.17 to 1.19 forget these if a size is set.
     if not settings.has("properties", "max_direct_io_size_kb") and not settings.has_slabs:
         found.set_size(_DIRECT_IO_KB, DIRECT_IO_KB)
@@ -418,10 +425,15 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
             why = f"it does not take its settings ({settings.source}): {which}"
         raise _latch(f"cuFile does not open: {why}") from error
     try:
-        driver = Driver(found, owner)
-        if driver.mode != COMPAT or allow_compat:
+        driver = Driver(found, owner, compat_refused)
+        if allow_compat or driver.uncounted_path in (NVFS, P2P):
             return driver
         why = "cuFile opened in compatibility mode only: it has no native path here"
+        if driver.mode != COMPAT:
+            why = (
+                "this libcufile cannot be told to refuse compatibility mode: set allow_compat_mode"
+                " to false in cufile.json"
+            )
     except CuFileFailure as error:
         why = f"cuFile opens, but does not say which path it has: {explain(error.code) or error}"
     with suppress(CuFileFailure, OSError):  # the failure is final anyway
