@@ -110,6 +110,7 @@ EXPORT answer_t cuFileDriverGetProperties(props_t *props)
 {
     ENTER();
     OPENED();
+    if (version >= 1140 && version < 1170) { compat_allowed = 1; sizes[5] = 1024; }  /* it forgets */
     memset(props, 0, sizeof *props);
     props->nvfs.major = native == 1 ? 2 : 0;
     props->nvfs.status = native ? 1 << 4 : 0;

@@ -265,6 +265,16 @@ def test_flags_of_p2p_are_asked_only_of_releases_that_keep_parameters(
     assert doubles.struck == asked
 
 
+@pytest.mark.parametrize("version", [1140, 1150, 1160, 1170])
+def test_parameters_are_kept_by_releases_that_forget_them(version: int, doubles: Doubles) -> None:
+    """1.14 to 1.16 forget all of them if they are asked for their properties."""
+    doubles.set(version=version)
+    driver = library.opened("cuda:0", False)
+    assert library.library().get_size(5) == 16384
+    assert driver.mode == driver.uncounted_path == "nvfs"
+    assert driver.limits == (1 << 20, 128 << 20, 128)
+
+
 @pytest.mark.parametrize(
     "text", ["5", '"x"', '{"properties": 5}', '{"execution": []}', '{"block": {"nvme": 5}}']
 )

@@ -120,14 +120,16 @@ class Driver(quiesce.Holder):
         refuse compatibility mode."""
         self.library, self._owner = library, owner
         self.pid = os.getpid()
-        facts = library.properties()
-        self.mode = _mode(library, facts)
+        # Asked for its properties, 1.14 to 1.16 forget all parameters that were set.
+        forgets = compat_refused and 1140 <= library.version < 1170
+        facts = {} if forgets else library.properties()
+        self.mode = native_path()[0] if forgets else _mode(library, facts)
         allowed = not compat_refused and facts["control"] >> _COMPAT_ALLOWED & 1
         self.uncounted_path = UNCOUNTED if allowed and self.mode != COMPAT else self.mode
         self.limits = BatchLimits(
-            (library.get_size(_BUFFER_CACHE_KB) or facts["per_buffer_cache_kb"]) << 10,
-            (library.get_size(_DEVICE_CACHE_KB) or facts["max_device_cache_kb"]) << 10,
-            library.get_size(_BATCHSIZE) or facts["max_batch"],
+            (library.get_size(_BUFFER_CACHE_KB) or facts.get("per_buffer_cache_kb", 0)) << 10,
+            (library.get_size(_DEVICE_CACHE_KB) or facts.get("max_device_cache_kb", 0)) << 10,
+            library.get_size(_BATCHSIZE) or facts.get("max_batch", 0),
         )
         self.counts = library.start_statistics()
         self.stuck = False  # a call hangs: others may hang too
