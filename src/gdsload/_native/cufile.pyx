@@ -254,6 +254,7 @@ cdef class CuFile:
             "nvfs_major": props.nvfs.major_version,
             "filesystems": props.nvfs.dstatusflags,
             "control": props.nvfs.dcontrolflags,
+            "max_direct_io_kb": props.nvfs.max_direct_io_size,
             "features": props.fflags,
             "max_device_cache_kb": props.max_device_cache_size,
             "per_buffer_cache_kb": props.per_buffer_cache_size,

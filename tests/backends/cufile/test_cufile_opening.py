@@ -142,6 +142,20 @@ def test_old_release_reports_its_mode_only_if_compatibility_mode_is_refused(
         backend.release(load.request)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_small_reads_of_old_release_are_explained_unless_the_user_set_them(
+    own: bool, doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = json.dumps({"properties": {"max_direct_io_size_kb": 1024} if own else {}})
+    (tmp_path / "own.json").write_text(text)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
+    set_old_release(doubles, compat=False)
+    doubles.size(5, 1024)
+    with GdsMtBackend(**SMALL) as backend:
+        backend.register(file)
+        assert ("max_direct_io_size_kb to 16384" in str(backend.refusals)) != own
+
+
 @pytest.mark.parametrize(
     ("machine", "mode"),
     [({"native": 1}, "nvfs"), ({"native": 2}, "p2p"), ({"native": 0}, "compat")],

@@ -131,6 +131,8 @@ class Driver(quiesce.Holder):
             (library.get_size(_DEVICE_CACHE_KB) or facts.get("max_device_cache_kb", 0)) << 10,
             library.get_size(_BATCHSIZE) or facts.get("max_batch", 0),
         )
+        direct_io_kb = library.get_size(_DIRECT_IO_KB)
+        self.max_direct_io_kb: int = direct_io_kb or facts.get("max_direct_io_kb", 0)
         self.counts = library.start_statistics()
         self.stuck = False  # a call hangs: others may hang too
         self._registered = 0  # files and buffers
@@ -405,7 +407,8 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
         switches[_USE_P2PDMA] = True
     taken = {name: found.set_bool(name, value) for name, value in switches.items()}  # from 1.14 on
     compat_refused = taken[_ALLOW_COMPAT] and not allow_compat
-    # With slabs of several sizes, 1.17 to 1.19 forget these if a size is set.
+    # Not before 1.14: cuFileDriverSetMaxDirectIOSize has no effect there, and 1.11 would open its
+    # driver in that call. With slabs of several sizes, 1.17 to 1.19 forget these if a size is set.
     if not settings.has("properties", "max_direct_io_size_kb") and not settings.has_slabs:
         found.set_size(_DIRECT_IO_KB, DIRECT_IO_KB)
     owner = gpu.device(gpu.ordinal_of(device))
