@@ -21,6 +21,7 @@ from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.doctor import gpu as doctor_gpu
 from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
+from gdsload.memory import staging_ring
 from gdsload.system import gpu
 from gpudoubles import CLOSES_INPUT, CODE, Doubles
 from gpuloads import SMALL, Load
@@ -362,6 +363,17 @@ def test_stalling_batch_limits_are_explained(doubles: Doubles, file: OpenFile) -
         load = Load(backend, file)
         assert "max_device_cache_size_kb to 2097152" in backend.refusals["gds/limits"]
         assert backend.limits("cuda:0").depth == 8
+        assert load.finish() == {}
+        backend.release(load.request)
+
+
+def test_ring_of_large_buffers_is_bounded(doubles: Doubles, file: OpenFile) -> None:
+    doubles.size(6, 2 << 20)  # max_device_cache_size_kb
+    doubles.size(7, 16384)  # per_buffer_cache_size_kb
+    with GdsBackend() as backend:
+        load = Load(backend, file)
+        (ring,) = staging_ring.rings()
+        assert (ring.nbytes, ring.native.count) == (512 << 20, 32)
         assert load.finish() == {}
         backend.release(load.request)
 

@@ -33,6 +33,7 @@ from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 from gdsload.system import gpu
 from gdsload.system.device_name import device_kind
 
+MOST_RING_BYTES = 512 << 20  # of GPU memory, if the user does not set it
 # A completion that has not arrived after this time is lost.
 EVENT_SECONDS = 30.0
 
@@ -62,7 +63,11 @@ class CuFileBackend(PumpBackend):
             Option(
                 "allow_compat", False, "use cuFile's compatibility mode if there is no native path"
             ),
-            Option("ring_bytes", 0, "bytes of VRAM that reads pass through; 0: one slot a read"),
+            Option(
+                "ring_bytes",
+                0,
+                "bytes of VRAM that reads pass through; 0: one slot a read, up to 512 MiB",
+            ),
         )
 
     @classmethod
@@ -167,7 +172,8 @@ class CuFileBackend(PumpBackend):
         register = _registrar(driver, owner)
         handles = driver.library.files(owner, event_seconds)
         # Registering takes time in proportion to the ring: it has no slot more than is used.
-        ring_bytes = self.settings["ring_bytes"] or max(depth, 2) * slot_bytes
+        most = max(min(depth * slot_bytes, MOST_RING_BYTES), 2 * slot_bytes)
+        ring_bytes = self.settings["ring_bytes"] or most
         with ring_for(VRAM, owner.ordinal, slot_bytes, ring_bytes, register) as ring:
             if ring.notes:
                 self.refusals[f"{self.name}/registered ring"] = "; ".join(ring.notes)
