@@ -51,6 +51,7 @@ def library(name: str) -> ctypes.CDLL:
     if name == "cuda_double":
         lib.cuda_double_set.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]
         lib.cuda_double_residue.argtypes = [ctypes.c_size_t]
+        lib.cuda_double_cached.argtypes = [ctypes.c_size_t]
         lib.cuda_double_work.argtypes = [
             ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
         ]  # fmt: skip
@@ -97,6 +98,10 @@ class Doubles:
         """Strikes `times` calls (-1: all), after letting `skip` pass."""
         lib = self.cufile if call.startswith("cuFile") or call == "event" else self.cuda
         lib.double_fault(call.encode(), kind, value, skip, times)
+
+    def share_memory(self, cached: int) -> None:
+        """The memory of the devices is that of the host, which has so many bytes of page cache."""
+        self.cuda.cuda_double_cached(cached)
 
     def hold_copies(self, hold: bool) -> None:
         self.cuda.cuda_double_hold(hold)

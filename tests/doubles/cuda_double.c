@@ -47,6 +47,7 @@ static context_t contexts[8];
 static range_t device[ROOM], pinned[ROOM];
 static int device_count = 1, ranges, pins, streams, events, retained;
 static size_t used, kept, residue, capacity = (size_t)1 << 40;
+static size_t cached;           /* page cache in memory that the host shares; 0: it does not */
 static int patience, held, sticky, weightless;
 static stream_t *all[ROOM];        /* streams that were created: never freed, but used again */
 static int all_count, working;     /* whether work of others goes on */
@@ -157,9 +158,15 @@ EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience)
 {
     pthread_mutex_lock(&lock);
     device_count = devices; capacity = bytes; patience = wanted_patience;
-    held = sticky = capturing = working = 0;
+    held = sticky = capturing = working = 0; cached = 0;
     for (int i = 0; i < 8; i++) contexts[i].own.captured = 0;
     used -= kept; kept = residue = 0;
+    pthread_mutex_unlock(&lock);
+}
+EXPORT void cuda_double_cached(size_t bytes)
+{
+    pthread_mutex_lock(&lock);
+    cached = bytes;
     pthread_mutex_unlock(&lock);
 }
 EXPORT void cuda_double_hold(int hold)
@@ -259,6 +266,7 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute, int ordinal)
     ENTER(0);
     (void)ordinal;
     switch (attribute) {
+    case 18: *value = cached > 0; break;              /* memory shared with the host */
     case 83: *value = 1; break;                       /* managed memory */
     case 75: *value = 9; break;                       /* compute capability */
     case 33: *value = ordinal + 1; break;             /* PCI bus */
@@ -368,7 +376,7 @@ EXPORT int cuMemGetInfo_v2(size_t *available, size_t *total)
 {
     ENTER(1);
     *total = capacity;
-    *available = capacity - used;
+    *available = capacity - used - cached;
     return leave(0);
 }
 /* 256 bytes past a page: aligned as CUDA promises, and no better. */

@@ -7,6 +7,7 @@ from libc.stdint cimport uint64_t
 cdef enum:
     CUDA_SUCCESS = 0
     CUDA_ERROR_NOT_READY = 600
+    CU_DEVICE_ATTRIBUTE_INTEGRATED = 18
     CU_STREAM_NON_BLOCKING = 1
     CU_EVENT_DISABLE_TIMING = 2
     CU_MEMHOSTREGISTER_PORTABLE = 1
@@ -32,6 +33,7 @@ cdef struct CudaApi:
     int (*device_name)(char *name, int length, int device) noexcept nogil
     int (*device_memory)(size_t *nbytes, int device) noexcept nogil
     int (*device_bus)(char *bus, int length, int device) noexcept nogil
+    int (*device_attribute)(int *value, int attribute, int device) noexcept nogil
     int (*primary_retain)(void **context, int device) noexcept nogil
     int (*primary_release)(int device) noexcept nogil
     int (*set_current)(void *context) noexcept nogil

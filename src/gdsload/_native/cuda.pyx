@@ -17,8 +17,9 @@ import os
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_store
 from gdsload._native.cuda cimport (
-    CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE, CU_STREAM_CAPTURE_MODE_RELAXED,
-    CU_STREAM_CAPTURE_STATUS_ACTIVE, CUDA_SUCCESS, CudaApi, enter_context, leave_context,
+    CU_DEVICE_ATTRIBUTE_INTEGRATED, CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE,
+    CU_STREAM_CAPTURE_MODE_RELAXED, CU_STREAM_CAPTURE_STATUS_ACTIVE, CUDA_SUCCESS, CudaApi,
+    enter_context, leave_context,
 )
 from gdsload._native.dlpack cimport DL_CUDA, DLManagedTensor, View, new_view
 from gdsload._native.dynamic cimport fill_table, open_library
@@ -26,7 +27,7 @@ from gdsload._native.dynamic cimport fill_table, open_library
 # In the order of CudaApi.
 _SYMBOLS = (
     "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
-    "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId",
+    "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId", "cuDeviceGetAttribute",
     "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent",
     "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode",
     "cuMemGetInfo_v2", "cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostRegister_v2",
@@ -176,6 +177,15 @@ cdef class Device:
         cdef size_t nbytes = 0
         self.cuda.require("cuDeviceTotalMem", self.cuda.api.device_memory(&nbytes, self.handle))
         return nbytes
+
+    @property
+    def integrated(self):
+        """Whether its memory is that of the host."""
+        cdef int value = 0
+        self.cuda.require("cuDeviceGetAttribute", self.cuda.api.device_attribute(
+            &value, CU_DEVICE_ATTRIBUTE_INTEGRATED, self.handle
+        ))
+        return value != 0
 
     def memory(self):
         """(free bytes, total bytes) of device memory, now."""

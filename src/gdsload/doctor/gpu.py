@@ -53,6 +53,8 @@ def cuda(device: str) -> Finding:
     found = gpu.device(gpu.ordinal_of(device))
     node = gpu.numa_node(found.bus)
     detail = f"{found.name} at {found.bus}, NUMA node {node if node >= 0 else 'unknown'}"
+    if found.integrated:
+        detail += ", memory shared with the host"
     return Finding(device, YES, detail)
 
 

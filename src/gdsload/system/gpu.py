@@ -15,6 +15,7 @@ from gdsload._native import cuda as native
 from gdsload._native.cuda import Cuda, CudaFailure, Device
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.system import lifecycle, shared_libraries
+from gdsload.system.available import available_bytes
 
 # Left free on a device, for a context, kernels and the rounding of torch's allocator.
 SPARE_BYTES = 64 << 20
@@ -151,7 +152,10 @@ def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
         BackendUnavailable: The device does not answer.
     """
     try:
-        free_bytes, total = device(ordinal).memory()
+        owner = device(ordinal)
+        free_bytes, total = owner.memory()
+        if owner.integrated:  # page cache of the host is not free, but is given back for it
+            free_bytes = max(free_bytes, min(available_bytes() or 0, total))
     except CudaFailure as error:  # as after an error of a kernel
         raise BackendUnavailable(f"the memory of cuda:{ordinal} is not known: {error}") from error
     missing = nbytes + SPARE_BYTES - free_bytes - reusable_bytes

@@ -403,6 +403,21 @@ def test_missing_room_raises_with_its_bytes(doubles: Doubles) -> None:
     assert caught.value.missing_bytes == gpu.SPARE_BYTES
 
 
+def test_page_cache_in_memory_that_a_device_shares_has_room(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubles.set(nbytes=1 << 34)
+    doubles.share_memory(cached=(1 << 34) - (1 << 30))
+    monkeypatch.setattr(gpu, "available_bytes", lambda: 1 << 33)
+    assert gpu.require_room(0, 1 << 32) == (1 << 33) - gpu.SPARE_BYTES
+    with pytest.raises(PlacementError, match="only 8,589,934,592 of 17,179,869,184 are free"):
+        gpu.require_room(0, 1 << 33)
+    monkeypatch.setattr(gpu, "available_bytes", lambda: None)
+    with pytest.raises(PlacementError):
+        gpu.require_room(0, 1 << 32)
+    assert doctor_gpu.cuda("cuda:0").detail.endswith("memory shared with the host")
+
+
 def test_doctor_reports_devices_cufile_and_rings(
     doubles: Doubles, file: OpenFile, tmp_path: Path
 ) -> None:
