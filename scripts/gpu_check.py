@@ -347,6 +347,25 @@ def twice(gpu: Gpu, wanted: dict[str, Any], load: Callable[[], dict[str, Any]]) 
     return row
 
 
+def by_native_path(row: Row) -> Row:
+    """The row of loads by cuFile: FAILED if there is a native path, and a load took another one for
+    more than the ends of files."""
+    from gdsload.backends.auto.backend import MOST_COMPAT_BYTES, MOST_COMPAT_SHARE
+    from gdsload.backends.cufile import library
+
+    if row["verdict"] != "exact" or not library.native_path()[0]:
+        return row
+    for report in (each for each in row.values() if isinstance(each, dict)):
+        paths = report["paths"]
+        total = sum(paths.values())
+        native = (library.NVFS, library.P2P)
+        other = sum(n for path, n in paths.items() if path.rpartition("/")[2] not in native)
+        # Of a small file, the end may be half of its reads.
+        if other > min(max(MOST_COMPAT_BYTES, MOST_COMPAT_SHARE * total), total / 2):
+            return row | {"verdict": f"{FAILED}: not by the native path: {paths}"}
+    return row
+
+
 def posix_cases(small: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of load_file) of every engine, I/O mode and kind of buffer."""
     from gdsload.backends.posix.engines import ENGINES
@@ -400,9 +419,13 @@ def exact(context: Context) -> Iterator[Row | Check]:
 
     for name, words in posix_cases(context.small):
         yield Check(name, lambda words=words: twice(gpu, wanted, loading(gpu, source, **words)))
-    for backend in ("auto", "gds_mt", "gds"):
+    yield Check("auto", lambda: twice(gpu, wanted, loading(gpu, source, backend="auto")))
+    for backend in ("gds_mt", "gds"):
         yield Check(
-            backend, lambda name=backend: twice(gpu, wanted, loading(gpu, source, backend=name))
+            backend,
+            lambda name=backend: by_native_path(
+                twice(gpu, wanted, loading(gpu, source, backend=name))
+            ),
         )
     yield Check(
         "stream",
@@ -1192,8 +1215,14 @@ def make_udev(path: Path) -> str:
     return f"created {entry}"
 
 
+def by_mode(row: Row, size: str) -> Row:
+    """The row of loads by cuFile, named by the mode that the first one reported."""
+    report = row["settling"]
+    return row | {"name": f"{report['backend']}, {report['engine']}, {size}"}
+
+
 def cufile(context: Context) -> Iterator[Row | Check]:
-    """cuFile in compatibility mode: time to open and to register, and exact bytes."""
+    """cuFile with its compatibility mode allowed: time to open and to register, and exact bytes."""
     from gdsload.backends.cufile import library
 
     gpu, source = context.gpu, context.main_checkpoint
@@ -1212,9 +1241,12 @@ def cufile(context: Context) -> Iterator[Row | Check]:
         for ring in (32 * MIB,) if context.small else (128 * MIB, 512 * MIB):
             options = {"allow_compat": True, "ring_bytes": ring}
             words = {"backend": backend, "cache": "direct", "options": options}
+            size = f"ring of {ring // MIB} MiB"
             yield Check(
-                f"{backend}, compatibility mode, ring of {ring // MIB} MiB",
-                lambda words=words: twice(gpu, wanted, loading(gpu, source, **words)),
+                f"{backend}, {size}",
+                lambda words=words, size=size: by_mode(
+                    twice(gpu, wanted, loading(gpu, source, **words)), size
+                ),
             )
         odd = odd_file(context)
         words = {"backend": backend, "options": {"allow_compat": True}}
@@ -1733,6 +1765,7 @@ CLAIMS = (
     Claim("from_pretrained is no slower than transformers, warm", faster_models),
     Claim("cuFile is refused with a reason or exact, and its process ends cleanly",
           all_good("cufile", "exact", names="gds|library|udev|end|rest")),
+    Claim("cuFile reads by its native path", all_good("exact", names="^gds")),
     Claim("copies of slots, as a load starts them, reach 0.95 of the rate of the best size",
           one_copy_thread),
     Claim("warm: 0.9 of the rate of pinned memory", share_of_pinned),

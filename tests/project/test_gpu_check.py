@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdsload
 import gpudoubles
+from gdsload.backends.cufile import library
 from gdsload.errors import CuFileError
 from gdsload.synthetic import checkpoints
-from gpudoubles import CODE, HANG, NEGATIVE
+from gpudoubles import CODE, HANG, NEGATIVE, STRANGE
 from storage import ENGINES
 
 ROOT = Path(__file__).parents[2]
@@ -105,10 +106,12 @@ def test_gpu_check_all_sections_give_good_verdicts(libraries: Path, tmp_path: Pa
     for engine in ENGINES:
         assert verdicts[f"exact: posix/{engine}/direct"] == "exact"
     assert verdicts["exact: gds_mt"] == "exact"
+    assert verdicts["cufile: gds_mt, nvfs, ring of 32 MiB"] == "exact"
     assert verdicts["first: load before torch"] == "ok"
     assert verdicts["capture: capture in the loading thread"] == "ok"
     assert verdicts["tables: warm tiny: pinned"].startswith("refused")
     assert "| loads are exact while a forked child lives | met |" in summary
+    assert "| cuFile reads by its native path | met |" in summary
     assert "| all loaders of a table give the same bytes | met |" in summary
     assert code in (0, 1)  # a claim about seconds may be missed here
 
@@ -125,6 +128,43 @@ def test_gpu_check_failing_backend_misses_its_claim(libraries: Path, tmp_path: P
     assert code == 1
     assert "5044" in verdicts["cufile: gds_mt, odd sizes"]
     assert "its process ends cleanly | missed |" in summary
+
+
+def test_gpu_check_reads_in_compatibility_mode_miss_the_native_path(
+    libraries: Path, tmp_path: Path
+) -> None:
+    """As of a filesystem that has no native path, on a machine that has one."""
+    code, verdicts, summary = run(
+        libraries, tmp_path, *ONLY, "exact", GPU_DOUBLE_FAULT=f"cuFileRead:{STRANGE}:0"
+    )
+    assert code == 1
+    assert verdicts["exact: gds_mt"].startswith("FAILED: not by the native path: {'gds_mt/posix':")
+    assert verdicts["exact: gds"] == "exact"
+    assert "| cuFile reads by its native path | missed |" in summary
+
+
+@pytest.mark.parametrize(
+    ("paths", "native", "good"),
+    [
+        ({"gds_mt/nvfs": 60, "gds_mt/posix": 40}, "nvfs", True),  # the end of a small file
+        ({"gds/p2p": 990 << 20, "gds/posix": 10 << 20}, "nvfs", True),
+        ({"gds/nvfs": 900 << 20, "gds/posix": 100 << 20}, "nvfs", False),
+        ({"gds_mt/compat": 100}, "p2p", False),
+        ({"gds_mt/uncounted": 100}, "nvfs", False),
+        ({"gds_mt/compat": 100}, "", True),
+    ],
+)
+def test_gpu_check_native_path_reads_all_but_the_ends_of_files(
+    paths: dict[str, int],
+    native: str,
+    good: bool,
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library, "native_path", lambda: (native, ""))
+    row = {"verdict": "exact", "first": {"paths": paths}, "left_bytes": 0}
+    found = script.by_native_path(row)["verdict"]
+    assert found == "exact" if good else found.startswith("FAILED: ")
 
 
 def test_gpu_check_files_that_cufile_refuses_miss_no_claim(libraries: Path, tmp_path: Path) -> None:
@@ -155,6 +195,7 @@ def test_gpu_check_without_numpy_reads_by_cufile_and_measures_rates(
         PYTHONPATH=path,
     )
     assert verdicts["cufile: gds, odd sizes"] == "exact"
+    assert verdicts["cufile: gds, nvfs, ring of 32 MiB"] == "exact"
     assert set(verdicts.values()) <= {"exact", "ok", "not changed"}
 
 
