@@ -21,7 +21,7 @@ from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.locate import title_of
 from gdsload.checkpoint.selection import repeatable
-from gdsload.errors import naming, safetensors_errors
+from gdsload.errors import prefixed_with, safetensors_errors
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
     Session,
@@ -320,9 +320,9 @@ def load_into(
             checkpoint = stack.enter_context(lookup.open(source))
         verifier = verifier_of(checkpoint, verify, report)
         with report.phase("match"):
-            with checkpoint.naming():
+            with checkpoint.locating_errors():
                 wanted = wanted_tensors(checkpoint.infos(names), slices)
-            with naming(checkpoint.source):
+            with prefixed_with(checkpoint.source):
                 found = destinations.matched(wanted, targets, rename)
                 report.missing = found.missing if names is None else []
                 report.unexpected = found.unexpected
@@ -519,7 +519,7 @@ class _LoadCall(NamedTuple):
                     stack.callback(device_init.join_briefly)
             with report.phase("open"):
                 checkpoint = stack.enter_context(self.lookup.open(source))
-                stack.enter_context(checkpoint.naming())
+                stack.enter_context(checkpoint.locating_errors())
                 wanted = _Wanted(checkpoint, self.names, self.slices, self.order)
             if device_init is not None:
                 with report.phase("wait for the device"):
@@ -638,7 +638,7 @@ def plan(
         ]
         remote = remote_backend_of(checkpoint)
         limits = find(remote)().limits() if remote else Limits()
-        with checkpoint.naming():
+        with checkpoint.locating_errors():
             ranges = ranges_of(_Wanted(checkpoint, names, slices).parts)
         require_room_to_plan(bytes_of(ranges), limits)
         return plan_reads(

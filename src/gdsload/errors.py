@@ -324,7 +324,7 @@ def extra_hint(extra: str) -> str:
 
 
 @contextmanager
-def naming(source: str) -> Iterator[None]:
+def prefixed_with(source: str) -> Iterator[None]:
     """Puts the checkpoint in front of the text of errors that leave this block."""
     try:
         yield

@@ -216,7 +216,7 @@ class safe_open:
                 self._session.reporting_to(report),
                 report.whole(),
                 quiesce.loading(report.source),
-                self._checkpoint.naming(),
+                self._checkpoint.locating_errors(),
             ):
                 tensors = load(
                     self._session,

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from gdsload._native import system
 from gdsload.system import storage
 from gdsload.system.mountinfo import Mount
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directories of two disks, and a partition of the second one."""
+    for disk in ("disk", "other"):
+        (tmp_path / "devices" / disk / "queue").mkdir(parents=True)
+        (tmp_path / "devices" / disk / "queue" / "read_ahead_kb").write_text("4096\n")
+    (tmp_path / "devices" / "other" / "part").mkdir()
+    (tmp_path / "dev" / "block").mkdir(parents=True)
+    (tmp_path / "dev" / "block" / "8:0").symlink_to("../../devices/disk")
+    (tmp_path / "dev" / "block" / "8:17").symlink_to("../../devices/other/part")
+    monkeypatch.setattr(storage, "_SYSFS", str(tmp_path))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -48,16 +64,46 @@ def test_reads_follow_the_block_size_and_the_latency_of_the_filesystem(
 
 
 @pytest.mark.parametrize(
-    ("major", "kind", "distant"), [(0, "nfs4", True), (0, "btrfs", False), (8, "nfs4", False)]
+    ("numbers", "kind", "found"),
+    [
+        ((0, 50), "nfs4", "nfs4"),
+        ((0, 50), "btrfs", "btrfs"),
+        ((8, 0), "ext4", ""),
+        ((2989, 77), "lustre", "lustre"),  # it makes up its device number
+    ],
 )
-def test_filesystem_is_distant_by_its_type_unless_it_is_on_a_disk(
-    monkeypatch: pytest.MonkeyPatch, major: int, kind: str, distant: bool
+def test_filesystem_has_a_type_unless_it_is_on_a_disk(
+    monkeypatch: pytest.MonkeyPatch, sysfs: Path, numbers: tuple[int, int], kind: str, found: str
 ) -> None:
-    monkeypatch.setattr(storage, "mount_of", lambda path: Mount("/mnt", kind, "a:/b", "0:50"))
-    status = SimpleNamespace(st_dev=os.makedev(major, 50))
-    found = storage.filesystem_without_disk("/mnt/file", status)
-    assert found == ("" if major else kind)
-    assert storage.is_distant(found) == distant
+    monkeypatch.setattr(storage, "kind_of_file", lambda fd: kind)
+    monkeypatch.setattr(storage, "mount_of", lambda path: Mount("/mnt", "ext4", "/dev/a", "8:0"))
+    status = SimpleNamespace(st_dev=os.makedev(*numbers))
+    assert storage.filesystem_without_disk(3, "/mnt/file", status) == found
+
+
+def test_filesystem_without_a_list_of_mounts_tells_its_type(
+    monkeypatch: pytest.MonkeyPatch, sysfs: Path
+) -> None:
+    monkeypatch.setattr(storage, "kind_of_file", lambda fd: "")
+    monkeypatch.setattr(storage, "mount_of", lambda path: None)
+    status = SimpleNamespace(st_dev=os.makedev(0, 50))
+    kinds = []
+    for number in (0xEF53, 0x6969, 0x0BD00BD0, 0):
+        monkeypatch.setattr(storage.system, "filesystem_magic", lambda fd, number=number: number)
+        kinds.append(storage.filesystem_without_disk(3, "/mnt/file", status))
+    assert kinds == ["", "nfs", "lustre", ""]
+    assert storage.storage_of("") == storage.Storage()
+
+
+def test_number_of_a_filesystem_is_that_of_statfs(tmp_path: Path) -> None:
+    tmp_path.joinpath("a").write_bytes(b"a")
+    with open(tmp_path / "a", "rb") as file:
+        found = system.filesystem_magic(file.fileno())
+    said = subprocess.run(
+        ["stat", "--file-system", "--format=%t", tmp_path], capture_output=True, check=True
+    )
+    assert found == int(said.stdout, 16)
+    assert system.filesystem_magic(-1) == 0
 
 
 def test_reads_in_flight_are_of_the_disk_or_of_any(
@@ -73,27 +119,6 @@ def test_reads_in_flight_are_of_the_disk_or_of_any(
     assert storage.reads_in_flight(os.makedev(0, 50)), "btrfs: on some disk"
     monkeypatch.setattr(storage, "_SYSFS", str(tmp_path / "nothing"))
     assert not storage.reads_in_flight(os.makedev(8, 16))
-
-
-def test_file_on_an_unknown_mount_is_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(storage, "mount_of", lambda path: None)
-    status = SimpleNamespace(st_dev=os.makedev(0, 50))
-    assert storage.filesystem_without_disk(str(tmp_path), status) == ""
-    assert storage.storage_of("") == storage.Storage()
-
-
-@pytest.fixture
-def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Directories of two disks, and a partition of the second one."""
-    for disk in ("disk", "other"):
-        (tmp_path / "devices" / disk / "queue").mkdir(parents=True)
-        (tmp_path / "devices" / disk / "queue" / "read_ahead_kb").write_text("4096\n")
-    (tmp_path / "devices" / "other" / "part").mkdir()
-    (tmp_path / "dev" / "block").mkdir(parents=True)
-    (tmp_path / "dev" / "block" / "8:0").symlink_to("../../devices/disk")
-    (tmp_path / "dev" / "block" / "8:17").symlink_to("../../devices/other/part")
-    monkeypatch.setattr(storage, "_SYSFS", str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize(

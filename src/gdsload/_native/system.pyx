@@ -21,6 +21,11 @@ from gdsload._native.pages cimport (
 cdef extern from "<sys/syscall.h>" nogil:
     enum: SYS_statx
 
+cdef extern from "<sys/vfs.h>" nogil:
+    cdef struct statfs:
+        long f_type
+    int fstatfs(int fd, statfs *found)
+
 cdef extern from "<unistd.h>" nogil:
     long syscall(long number, ...)
 
@@ -57,6 +62,15 @@ def direct_alignment(int fd):
     memcpy(&memory, answer + DIO_MEM_ALIGN_AT, 4)
     memcpy(&offset, answer + DIO_OFFSET_ALIGN_AT, 4)
     return memory, offset
+
+
+def filesystem_magic(int fd):
+    """The number of the type of the filesystem of an open file, as statfs tells; 0 if it fails."""
+    cdef statfs found
+    cdef int failed
+    with nogil:
+        failed = fstatfs(fd, &found)
+    return 0 if failed else <uint32_t>found.f_type
 
 
 def refresh_attributes(int fd):

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 from gdsload.errors import BackendUnavailable
-from gdsload.memory import DRAM
+from gdsload.memory import DRAM, VRAM
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 from gdsload.remote.file import RemoteFile
 from gdsload.system.storage import Storage
@@ -210,6 +210,12 @@ class RequestFacts(NamedTuple):
 
 
 Registrations = Sequence[Registration]
+
+
+def open_for(backend: Backend, device: str) -> None:
+    """Opens what reads into a device need, by a request without reads."""
+    nothing = Registration(Memory(VRAM, 0, 0, device=device), -1)
+    backend.release(backend.prepare([], [], [nothing]))
 
 
 def require_own_process(pid: int, backend: str) -> None:

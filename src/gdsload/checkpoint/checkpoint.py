@@ -243,7 +243,7 @@ class Checkpoint(quiesce.Holder):
         return info
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def locating_errors(self) -> Iterator[None]:
         """Internal: puts the file of its tensor, or the checkpoint, in front of errors that leave
         this block and name no file."""
         try:
@@ -427,7 +427,7 @@ def _shard_of(
     fd: int, status: os.stat_result, path: str, name: str, filesystems: dict[int, str]
 ) -> Shard:
     if status.st_dev not in filesystems:
-        filesystems[status.st_dev] = filesystem_without_disk(path, status)
+        filesystems[status.st_dev] = filesystem_without_disk(fd, path, status)
     return Shard(
         fd,
         Identity.of(status),

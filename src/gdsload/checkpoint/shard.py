@@ -181,7 +181,7 @@ class Shard:
     @property
     def on_disk(self) -> bool:
         """Whether it is on a disk of this machine."""
-        return self.remote is None and bool(os.major(self.identity.dev))
+        return not (self.remote or self.distant) and bool(os.major(self.identity.dev))
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Reads a few bytes, such as the header.

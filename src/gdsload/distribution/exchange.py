@@ -38,7 +38,7 @@ from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import capture_relaxed, taking
 from gdsload.loading.whole_tensors import post
-from gdsload.memory.tensors import flat_bytes, packed_shape, torch_dtype_of
+from gdsload.memory.tensors import flat_bytes, torch_dtype_of, torch_shape
 from gdsload.remote.urls import sources_of
 from gdsload.system.device_name import device_kind
 from gdsload.system.torch_thread import copying
@@ -324,11 +324,9 @@ class Exchange:
 
         shape = layout.shapes[self._readers.rank] or ()
         info = layout.info._replace(shape=shape)
-        if info.dtype == "F4":
-            shape = packed_shape(info)
         device, nbytes = self._session.device, layout.wanted_bytes(self._readers.rank)
         with taking(nbytes, device, f"tensor {info.name!r}"):
-            return torch.empty(shape, dtype=torch_dtype_of(info), device=device)
+            return torch.empty(torch_shape(info), dtype=torch_dtype_of(info), device=device)
 
     def _rows(self, rows: Rows) -> torch.Tensor:
         """The memory of these rows in the tensor of this rank, as bytes."""

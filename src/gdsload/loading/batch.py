@@ -36,7 +36,7 @@ from gdsload._native.ranges import bytes_of
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError, naming
+from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError, prefixed_with
 from gdsload.loading.accounting import record_backend, record_request
 from gdsload.loading.claims import LOST, READ, READING
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
@@ -153,7 +153,7 @@ class Batch:
 
     def _host_buffers(self, pool: Pool | None = None) -> HostBuffers:
         """Memory for the targets of the plan, from `pool` first. Raises PlacementError."""
-        with naming(self.session.checkpoint.source):
+        with prefixed_with(self.session.checkpoint.source):
             return HostBuffers(self.plan, self.session.mapping_of, pool)
 
     def require_pool(self) -> None:

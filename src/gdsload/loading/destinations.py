@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from gdsload.errors import CheckpointError, PlacementError, listed, shown
 from gdsload.loading.torch_memory import taking
-from gdsload.memory.tensors import packed_shape, torch_dtype_of
+from gdsload.memory.tensors import torch_dtype_of, torch_shape
 from gdsload.planning.tensor_slices import WantedTensor
 
 if TYPE_CHECKING:
@@ -254,8 +254,7 @@ def _misfit(wanted: WantedTensor, part: torch.Tensor) -> str:
     info = wanted.info
     shape = wanted.shape
     if info.dtype == "F4":
-        packed = packed_shape(info)
-        shape = (*shape[:-1], packed[-1])
+        shape = (*shape[:-1], torch_shape(info)[-1])
     if tuple(part.shape) != shape:
         return f"has the shape {list(shape)}, its target {list(part.shape)}"
     dtype = torch_dtype_of(info)

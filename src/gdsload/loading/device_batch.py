@@ -32,7 +32,7 @@ from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import raise_if_refused
 from gdsload.memory import device_buffers, late_copies
 from gdsload.memory.host_buffers import BufferView
-from gdsload.memory.tensors import bytes_at, flat_bytes, make_tensors, packed_shape, torch_dtype_of
+from gdsload.memory.tensors import bytes_at, flat_bytes, make_tensors, torch_dtype_of, torch_shape
 from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, ranges_of
 from gdsload.planning.tensor_slices import TensorSlice, whole
 from gdsload.system import gpu
@@ -221,9 +221,7 @@ class DeviceTensors:
 
     def _empty(self, tensor_slice: TensorSlice) -> torch.Tensor:
         first = tensor_slice.parts[0]
-        shape = first.shape if tensor_slice.shape is None else tensor_slice.shape
-        if first.dtype == "F4":
-            shape = packed_shape(first)
+        shape = torch_shape(first) if tensor_slice.shape is None else tensor_slice.shape
         try:
             return empty(shape, torch_dtype_of(first), self.device)
         except RuntimeError as error:  # not by `taking`, which 100,000 tensors would notice

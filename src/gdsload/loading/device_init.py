@@ -13,7 +13,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from gdsload.backends import DRAM, VRAM, Memory, Registration, reaches
+from gdsload.backends import DRAM, reaches
+from gdsload.backends.base import open_for
 from gdsload.loading import device_batch
 from gdsload.loading.claims import offered
 from gdsload.memory import staging_ring
@@ -87,8 +88,7 @@ class DeviceInit(quiesce.Holder):
 
         # Warm bytes pass through this pipeline, whichever backend reads the cold ones.
         with AutoBackend(self._device, **self._options).last as backend:
-            nothing = Registration(Memory(VRAM, 0, 0, device=self._device), -1)
-            backend.release(backend.prepare([], [], [nothing]))
+            open_for(backend, self._device)
 
     def reached(self, backend: str) -> str:
         """The device that reads of this backend go to, once it is initialised: "cpu" if the GPU

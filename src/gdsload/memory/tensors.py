@@ -58,7 +58,7 @@ def make_tensors(
     for info in infos:
         name, dtype, shape, _, _, nbytes = info
         if dtype == "F4":
-            shape = packed_shape(info)
+            shape = torch_shape(info)
         if nbytes == 0:
             tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
             continue
@@ -81,8 +81,7 @@ def require_possible(infos: Sequence[TensorInfo]) -> list[str]:
         torch_dtype_of(info)
     if "F4" in one_of:
         for info in infos:
-            if info.dtype == "F4":
-                packed_shape(info)
+            torch_shape(info)
     return list(one_of)
 
 
@@ -125,12 +124,14 @@ def torch_dtype_of(info: TensorInfo) -> torch.dtype:
         raise CheckpointError(f"tensor {shown(info.name)}: {error}", tensor=info.name) from None
 
 
-def packed_shape(info: TensorInfo) -> tuple[int, ...]:
-    """The shape of an F4 tensor in torch, where one byte of the last dimension holds two elements.
+def torch_shape(info: TensorInfo) -> tuple[int, ...]:
+    """The shape of a tensor in torch. Of F4, one byte of the last dimension holds two elements.
 
-    Raises CheckpointError if the last dimension is odd.
+    Raises CheckpointError if that dimension of F4 is odd.
     """
     shape = info.shape
+    if info.dtype != "F4":
+        return shape
     if not shape or shape[-1] % 2:
         raise CheckpointError(
             f"tensor {shown(info.name)} is F4 with shape {list(shape)}: torch packs two elements"

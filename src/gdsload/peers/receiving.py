@@ -26,7 +26,7 @@ from gdsload.loading.integrity import ChecksumBlock, Verifier
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView
-from gdsload.memory.tensors import bytes_at, packed_shape, torch_dtype_of
+from gdsload.memory.tensors import bytes_at, torch_dtype_of, torch_shape
 from gdsload.planning.read_plan import ranges_of
 from gdsload.remote.directory import USUAL_NAMES, RemoteDirectory
 from gdsload.remote.peer import PeerDirectory
@@ -295,5 +295,4 @@ def _typed(info: TensorInfo, flat: torch.Tensor) -> torch.Tensor:
     if flat.data_ptr() % align or flat.storage_offset() % align:
         with copying():
             flat = flat.clone()
-    shape = packed_shape(info) if info.dtype == "F4" else info.shape
-    return flat.view(torch_dtype_of(info)).reshape(shape)
+    return flat.view(torch_dtype_of(info)).reshape(torch_shape(info))

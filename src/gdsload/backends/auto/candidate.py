@@ -15,9 +15,8 @@ from gdsload._native.cuda import CudaFailure
 from gdsload.backends.auto.benchmark import LAST
 from gdsload.backends.auto.request import AutoRequest, Part
 from gdsload.backends.auto.transfers import split
-from gdsload.backends.base import NO_FILE, Backend, Memory, Registration
+from gdsload.backends.base import NO_FILE, Backend, Registration, open_for
 from gdsload.errors import BackendUnavailable
-from gdsload.memory import VRAM
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gdsload.system.stall import StallWatch
@@ -133,8 +132,7 @@ class Candidate:
     def _open(self, device: str) -> None:
         started = time.monotonic()
         with suppress(Exception):  # `post` raises the same error
-            nothing = Registration(Memory(VRAM, 0, 0, device=device), -1)
-            self.backend.release(self.backend.prepare([], [], [nothing]))
+            open_for(self.backend, device)
             self.fixed_seconds = time.monotonic() - started
 
     def _close(self) -> None:

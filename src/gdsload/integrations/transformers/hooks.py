@@ -179,7 +179,7 @@ def _load(
         note(report, SAFE_OPEN, f"transformers' inner parts are not as expected: {misfit}")
         with _opening(options, report):
             return load(None)
-    with reader, reader.checkpoint.naming():
+    with reader, reader.checkpoint.locating_errors():
         note(report, HOOK)
         callbacks = module_callbacks.in_effect.get()
         if callbacks is not None and f"{_LOADING}.{SET_PARAM}" not in patcher.misfits:
@@ -199,7 +199,7 @@ def _opening(options: Options, report: LoadReport) -> Iterator[None]:
 
         def open_file(path: str, device: Any) -> OpenedFile:
             reader = stack.enter_context(ModelReader([path], options, report))
-            stack.enter_context(reader.checkpoint.naming())
+            stack.enter_context(reader.checkpoint.locating_errors())
             readers.append(reader)
             return reader.opened(device)
 
@@ -314,7 +314,10 @@ def _patch_old_shard(module: ModuleType) -> Iterator[Replacement]:
         if known is None or not str(path).endswith(".safetensors"):
             return original(model, state_dict, path, names, *rest, **named)
         options, report = known
-        with ModelReader([str(path)], options, report) as reader, reader.checkpoint.naming():
+        with (
+            ModelReader([str(path)], options, report) as reader,
+            reader.checkpoint.locating_errors(),
+        ):
             places = named.get("device_map", rest[0] if rest else None) or {}
             mesh = named.get("device_mesh", rest[5] if len(rest) > 5 else None)
             # It takes what it leaves on disk, too, and drops it.

@@ -14,7 +14,7 @@ from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading.torch_memory import copied, moved
 from gdsload.memory.host_buffers import BufferView, map_shard
-from gdsload.memory.tensors import make_tensors, packed_shape
+from gdsload.memory.tensors import make_tensors, torch_shape
 from gdsload.planning.tensor_slices import TensorSlice, slice_of
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ class ShapeSlice(LazySlice):
     def __getitem__(self, index: Any) -> torch.Tensor:
         import torch
 
-        shape = packed_shape(self._info) if self._info.dtype == "F4" else self._info.shape
-        return torch.empty(shape, dtype=self.dtype, device="meta")[index]
+        return torch.empty(torch_shape(self._info), dtype=self.dtype, device="meta")[index]
 
 
 class WrittenSlice(LazySlice):
