@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, finalize
 
 from gdsload.api import STREAM_WINDOW_BYTES, stream
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.integrations.transformers.model import from_pretrained
+from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.system import async_call
 from gdsload.system.cancellation import CancelToken, check
 from gdsload.system.lifecycle import fork_safe_lock
@@ -32,6 +35,23 @@ if TYPE_CHECKING:
 
 _END = ("", None)
 _LOOK_SECONDS = 0.05  # between two looks whether a thread has ended
+
+
+class _CallThread:
+    """A thread for calls, one after the other. It ends with this object: also if its event loop is
+    closed and forgets an iterator."""
+
+    def __init__(self) -> None:
+        """Raises GdsloadError if no thread can be started."""
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A daemon: an iterator that somebody keeps would keep the interpreter from ending.
+        async_call.start(partial(_run_all, self._calls), daemon=True)
+        finalize(self, self._calls.put, None).atexit = False
+
+    def call(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        run, future = async_call.prepared(call, *args)
+        self._calls.put(run)
+        return future
 
 
 def _run_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -111,14 +131,11 @@ async def astream(
     tensors = stream(**locals())  # the parameters are those of `stream`
     stop = CancelToken()
     step: asyncio.Future[Any] | None = None
-    calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-    # A daemon: an iterator that is never closed would keep the interpreter from ending.
-    async_call.start(partial(_run_all, calls), daemon=True)
+    thread = _CallThread()
     try:
         while True:
             stop.over = False
-            run, step = async_call.prepared(stop.run, next, tensors, _END)
-            calls.put(run)
+            step = thread.call(stop.run, next, tensors, _END)
             name, tensor = await asyncio.shield(step)
             if tensor is None:
                 return
@@ -128,23 +145,15 @@ async def astream(
             if step is not None and not step.done():
                 await _end(stop, step)
         finally:
-            run, closing = async_call.prepared(_close, tensors)
-            calls.put(run)
-            calls.put(None)
-            await closing
-
-
-def _close(tensors: Any) -> None:
-    """Closes a generator, which it refuses while a thread runs it: an exception of a signal handler
-    may have come as the thread began."""
-    while True:
-        try:
-            return tensors.close()  # type: ignore[no-any-return]
-        except ValueError:
-            time.sleep(_LOOK_SECONDS)
+            await thread.call(tensors.close)  # type: ignore[attr-defined]
 
 
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
+# Whether this is the context of a callback. Loads in it do not wait for the loop's turn: the load
+# that has the turn waits for the callback.
+_in_callback: ContextVar[bool] = ContextVar("gdsload.in_callback", default=False)
+# By event loop: others do not overtake a load that pauses. A loop without loads has no entry.
+_loop_turns: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakValueDictionary()
 
 
 def _in_turn(
@@ -155,7 +164,8 @@ def _in_turn(
     def in_a_pause(name: str, module: Any) -> None:
         turn.release()
         try:
-            on_module_ready(name, module)
+            with held(_in_callback, True):
+                on_module_ready(name, module)
         finally:
             turn.acquire()
 
@@ -186,8 +196,8 @@ async def afrom_pretrained(
 
     The load runs in a thread of its own, with the caller's context variables, default device of
     torch, current GPU and current streams. Loads run one after the other, because transformers
-    changes state of the whole process while it builds a model; during an `on_module_ready`, others
-    may run.
+    changes state of the whole process while it builds a model; during an `on_module_ready`, those
+    that it starts may run, and those of other event loops.
 
     Cancelling the awaiting task ends the reads and frees what was loaded before CancelledError is
     raised here: at the next tensor, or, while Python imports or transformers reads by itself, when
@@ -217,17 +227,21 @@ async def afrom_pretrained(
         >>> model = await gdsload.afrom_pretrained("model", device_map="cuda:0")
     """
     stop = CancelToken()
-    # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
-    loading = async_call.in_thread(
-        stop.run, _in_turn, source, *args, cls=cls, backend=backend, page_cache=page_cache,
-        group=group, readers=readers, stall_seconds=stall_seconds, verify=verify,
-        on_module_ready=on_module_ready, on_event=on_event, **kwargs,
-    )  # fmt: skip
-    try:
-        return await asyncio.shield(loading)
-    except asyncio.CancelledError:
-        await _end(stop, loading)
-        raise
+    lock: AbstractAsyncContextManager[Any] = nullcontext()
+    if not _in_callback.get():
+        lock = _loop_turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    async with lock:
+        # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
+        loading = async_call.in_thread(
+            stop.run, _in_turn, source, *args, cls=cls, backend=backend, page_cache=page_cache,
+            group=group, readers=readers, stall_seconds=stall_seconds, verify=verify,
+            on_module_ready=on_module_ready, on_event=on_event, **kwargs,
+        )  # fmt: skip
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            await _end(stop, loading)
+            raise
 
 
 async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:

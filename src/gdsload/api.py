@@ -136,7 +136,7 @@ def load_file(
             "auto" reads into it and maps it, so that later loads read nothing, if the checkpoint
             has room in memory, is on local storage, is loaded into host memory with `cache` "auto",
             at least 0.9 of it is wanted, and `options` has neither "pages" nor "request_bytes".
-            Otherwise it does not fill it.
+            Otherwise it does not fill it, unless the filesystem refuses direct reads.
             "fill" is like "auto", but also for a smaller part and with these options.
             "keep" reads past it where the filesystem has direct I/O and `cache` is not "buffered".
             If the page cache has parts of a file already, the kernel may add pages next to them,

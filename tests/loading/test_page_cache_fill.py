@@ -22,7 +22,7 @@ import torch
 import gdsload
 from gdsload._native.first_touch import MODES
 from gdsload.backends.posix import PosixBackend
-from gdsload.checkpoint import Checkpoint, checkpoint as checkpoint_module
+from gdsload.checkpoint import Checkpoint, Shard, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, PlacementError, ReadError
 from gdsload.loading import page_cache_fill, session as session_module
 from gdsload.loading.batch import Batch
@@ -327,6 +327,21 @@ def test_network_storage_is_read_past_the_page_cache(
         assert io_modes(gdsload.last_report()) <= {"direct", "direct bounced"}
         assert page_cache.resident_bytes(file) < file.stat().st_size // 2
     assert gdsload.last_report().page_cache == "not filled: the files are on nfs4"
+
+
+def test_network_storage_without_direct_reads_fills_the_page_cache(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
+    monkeypatch.setattr(Shard, "reopen_direct", lambda shard: None)
+    gdsload.load_file(path)
+    report = gdsload.last_report()
+    assert io_modes(report) == {"buffered"}
+    assert report.page_cache == "filled: direct reads are refused"
+    assert page_cache.resident_bytes(path) == path.stat().st_size
+    page_cache.evict(path)
+    gdsload.load_file(path, page_cache="drop")
+    assert page_cache.resident_bytes(path) < path.stat().st_size // 2
 
 
 def test_fuse_on_a_disk_is_read_past_the_page_cache(

@@ -91,6 +91,31 @@ def test_reads_in_flight_grow_with_those_that_are_answered_soon(
     assert pump.close(60.0)
 
 
+@pytest.mark.parametrize(("mib", "in_flight"), [(2, 32), (8, 8), (64, 4)])
+def test_first_reads_in_flight_are_few_if_they_are_large(
+    tmp_path: Path, faults: Faults, mib: int, in_flight: int
+) -> None:
+    """Slow storage answers none of them for a long time."""
+    file = tmp_path / "large"
+    nbytes = mib << 20
+    with file.open("wb") as written:
+        written.truncate(40 * nbytes)
+    faults.script(rule(HANG, times=FOR_EVER))
+    pump, region = Pump(faulty.capsule(), 40), Region.anonymous(nbytes)
+    with file.open("rb") as opened:
+        table = [(opened.fileno(), -1, 4096, 0, 1)]
+        reads = [(0, i * nbytes, nbytes, nbytes, 0, 0, "buffered") for i in range(40)]
+        request = Request(pump, table, reads, [target(region)])
+        request.post()
+        faults.wait_hung(in_flight)
+        assert not request.wait(0.2)
+        assert faults.log.hung == in_flight
+        request.cancel()
+        faults.let_go()
+        assert request.wait_until_idle(60.0)
+    assert pump.close(60.0)
+
+
 def test_reads_of_a_request_have_their_own_results(
     fd: int, faults: Faults, pump: Pump, path: Path
 ) -> None:

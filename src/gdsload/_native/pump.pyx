@@ -45,10 +45,12 @@ cdef enum:
     # What an unused limit accumulates: one poll of a pump, not a burst.
     SAVED_NS = 1000000
     # Reads in flight share the rate of the storage: all of them together must take less time than the
-    # silence that counts as a stall (60 s). A pump begins with FIRST_WINDOW. Each fast read adds
+    # silence that counts as a stall (60 s). A pump begins with FIRST_WINDOW, of FIRST_BYTES at most
+    # (a read into the page cache ends early if it takes long). Each fast read adds
     # WINDOW_GROWTH, so after a round trip there are 16 times as many; slow reads halve their number.
     # Chosen by benchmarks/results/cold-fuse-100ms.json, and by links of 2 to 10 MB/s.
     FIRST_WINDOW = 32
+    FIRST_BYTES = 67108864
     LEAST_WINDOW = 4
     WINDOW_GROWTH = 15
     FAST_READ_NS = 2000000000
@@ -256,6 +258,11 @@ cdef void fill_submission(CPump *self) noexcept nogil:
             self.submission[count] = self.submission[i]
             count += 1
     self.submission_count = count
+    if self.progress_ns == 0 and self.first != NULL:  # nothing is known of the storage yet
+        op = &self.first.ops[self.first.count // 2]
+        if op.io_mode != MAPPED and op.length > 0:
+            count = <int>(<uint64_t>FIRST_BYTES // op.length)
+            self.window = min(self.window, max(count, min(LEAST_WINDOW, self.depth)))
     while self.submission_count < BATCH and self.in_flight + self.submission_count < self.window:
         op = next_op(self, now)
         if op == NULL:

@@ -310,6 +310,8 @@ class ShardAccess:
             )
         else:
             self.report.refusals[f"direct I/O on {opened.name}"] = found.refusal
+            if not self._drops:
+                self.fill.refuse_direct(self.report)
 
     def _note_absent(self, shard: Shard) -> None:
         """Notes what `close` drops. The kernel tells it only to those who may write to the file."""

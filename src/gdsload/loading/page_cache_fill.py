@@ -51,6 +51,8 @@ LEAST_READ_AHEAD_OF_SMALL_PAGES = 1 << 20
 REPORTED_SHARE = 0.01
 # The report of a load some of whose reads fill it, and others do not.
 ONLY_SOME = "filled by some reads only"
+# The report of a load that had to read through it.
+THROUGH = "filled: direct reads are refused"
 # Options of the backend posix that only reads past the page cache have.
 PAST_OPTIONS = frozenset({"pages", "request_bytes"})
 
@@ -83,6 +85,7 @@ class PageCacheFill:
         self._decided: bool | None = None  # None: not yet
         self.lacks_room = False
         self._text = ""  # for the report
+        self._through = False  # whether direct reads of a file are refused
 
     def active(self, past_cache: str = "") -> bool:
         """Whether reads fill the page cache. `past_cache`: why they had better not, which does not
@@ -93,11 +96,19 @@ class PageCacheFill:
         """Notes in the report what `active` decides, and why."""
         passes = self._decided and not self.active(past_cache)
         text = f"not filled: {past_cache}" if passes else self._text
+        if self._through and text.startswith("not filled"):
+            text = THROUGH
         before = report.page_cache.partition(":")[0]
         if not before:
             report.page_cache = text
         elif before != text.partition(":")[0]:  # the sizes may differ
             report.page_cache = ONLY_SOME
+
+    def refuse_direct(self, report: LoadReport) -> None:
+        """Notes that direct reads of a file are refused: its bytes stay in the page cache."""
+        self._through = True
+        if report.page_cache.startswith("not filled"):
+            report.page_cache = THROUGH
 
     def decide(self, nbytes: int, beside_bytes: int = 0) -> None:
         """Decides, once, for all later reads.

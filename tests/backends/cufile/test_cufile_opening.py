@@ -280,13 +280,27 @@ def test_flags_of_p2p_are_asked_only_of_releases_that_keep_parameters(
     assert doubles.struck == asked
 
 
+def test_driver_that_counts_nothing_is_for_loads_that_allow_compatibility_mode(
+    doubles: Doubles,
+) -> None:
+    set_old_release(doubles)
+    library.opened("cuda:0", True)
+    refused = library.support("cuda:0", False)
+    assert not refused.usable and "counts nothing" in str(refused)
+    assert library.support("cuda:0", True).usable
+
+
+@pytest.mark.parametrize("allow", [False, True])
 @pytest.mark.parametrize("version", [1140, 1150, 1160, 1170])
-def test_parameters_are_kept_by_releases_that_forget_them(version: int, doubles: Doubles) -> None:
+def test_parameters_are_kept_by_releases_that_forget_them(
+    version: int, allow: bool, doubles: Doubles
+) -> None:
     """1.14 to 1.16 forget all of them if they are asked for their properties."""
     doubles.set(version=version)
-    driver = library.opened("cuda:0", False)
+    driver = library.opened("cuda:0", allow)
     assert library.library().get_size(5) == 16384
-    assert driver.mode == driver.uncounted_path == "nvfs"
+    assert driver.mode == "nvfs"
+    assert driver.uncounted_path == ("uncounted" if allow else "nvfs")
     assert driver.limits == (1 << 20, 128 << 20, 128)
 
 

@@ -1,9 +1,9 @@
 """cuFile in this process: found, opened once with bounded waiting, and asked which path it uses.
 
 Compatibility mode copies through DRAM, slower and less reliably than the posix backend does: it is
-used only if a user allows it. Whether there is a native path is checked three times: in the
-machine's files before cuFile is opened, in the driver's properties when it is open, and in cuFile's
-own counters after reads.
+used only if a user allows it. Whether there is a native path is checked up to three times: in the
+machine's files before cuFile is opened, in the driver's properties when it is open (not of 1.14 to
+1.16), and in cuFile's own counters after reads (from 1.15 on).
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class Driver(quiesce.Holder):
         self.library, self._owner = library, owner
         self.pid = os.getpid()
         # Asked for its properties, 1.14 to 1.16 forget all parameters that were set.
-        forgets = compat_refused and 1140 <= library.version < 1170
+        forgets = 1140 <= library.version < 1170
         facts = {} if forgets else library.properties()
-        self.mode = native_path()[0] if forgets else _mode(library, facts)
-        allowed = not compat_refused and facts["control"] >> _COMPAT_ALLOWED & 1
+        self.mode = native_path()[0] or COMPAT if forgets else _mode(library, facts)
+        allowed = not compat_refused and (forgets or facts["control"] >> _COMPAT_ALLOWED & 1)
         self.uncounted_path = UNCOUNTED if allowed and self.mode != COMPAT else self.mode
         self.limits = BatchLimits(
             (library.get_size(_BUFFER_CACHE_KB) or facts.get("per_buffer_cache_kb", 0)) << 10,
@@ -362,6 +362,10 @@ def support(device: str, allow_compat: bool) -> Support:
         why = "cuFile is open in compatibility mode in this process"
         hint = "" if allow_compat else "allow_compat=True uses it, slower than the posix backend"
         return Support(allow_compat, (why,), hint)
+    uncounted = _driver and not _driver[0].counts and _driver[0].uncounted_path == UNCOUNTED
+    if uncounted and not allow_compat:
+        why = "cuFile is open with compatibility mode allowed in this process, and counts nothing"
+        return Support(False, (why,))
     if _driver:
         return Support(True)
     if why := obstacle():
