@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import resource
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 import descriptors
+import gdsload
 from gdsload.checkpoint import (
     Checkpoint,
     checkpoint as checkpoint_module,
@@ -660,3 +662,24 @@ def test_shard_that_opens_after_the_load_gave_up_is_closed(
     assert len(hung) == 1
     assert len(opened) == count
     assert all(shard.closed for shard in opened)
+
+
+def test_files_that_claim_more_bytes_than_can_be_counted_are_refused() -> None:
+    """Sparse files, of a filesystem without a smaller limit."""
+    nbytes = (1 << 61) - 1  # as many bits as can be counted
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for name in "abcde":
+            entry = {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}
+            header = json.dumps({name: entry}).encode()
+            file = Path(folder, f"{name}.safetensors")
+            file.write_bytes(len(header).to_bytes(8, "little") + header)
+            try:
+                os.truncate(file, 8 + len(header) + nbytes)
+            except OSError as error:
+                pytest.skip(f"/dev/shm has no file of this size: {error.strerror}")
+        for use in (gdsload.load_file, gdsload.plan):
+            with (
+                descriptors.none_left(),
+                pytest.raises(CheckpointError, match=r"its files claim 11,\d{3},.* bytes$"),
+            ):
+                use(folder)

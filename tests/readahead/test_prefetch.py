@@ -27,7 +27,8 @@ import gdsload
 from command import run
 from gated import Gate, GatedBackend, gated
 from gdsload.checkpoint import Checkpoint, checkpoint as checkpoint_module
-from gdsload.errors import CheckpointError, FileChanged, PlacementError, ReadError
+from gdsload.errors import CheckpointError, FileChanged, GdsloadError, PlacementError, ReadError
+from gdsload.events import PhaseEnded
 from gdsload.loading import claims
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
@@ -818,6 +819,28 @@ def test_ctrl_c_leaves_no_prefetch_that_nobody_has(
     with pytest.raises(KeyboardInterrupt):
         gdsload.prefetch(checkpoint, backend="gated", **READ)
     assert prefetches() == [] and claims.offered() == []
+
+
+def test_callback_of_a_prefetch_waits_for_another_one_and_not_for_its_own(
+    checkpoint: Path,
+) -> None:
+    said: list[object] = []
+    started: list[prefetch.Prefetch] = []
+    known = threading.Event()
+
+    def seen(event: object) -> None:
+        if isinstance(event, PhaseEnded) and event.phase == "read" and known.wait(60) and not said:
+            said.append(None)
+            with pytest.raises(GdsloadError, match="a callback of its prefetch cannot wait"):
+                started[0].wait()
+            with gdsload.prefetch(checkpoint, **READ) as other:
+                said.append(other.wait(PATIENCE_SECONDS))
+
+    with gdsload.prefetch(checkpoint, **READ, on_event=seen) as ahead:
+        started.append(ahead)
+        known.set()
+        assert ahead.wait(PATIENCE_SECONDS)
+    assert said == [None, True]
 
 
 # Ctrl-C while the first of our native modules is imported, and then once more without it.

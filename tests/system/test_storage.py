@@ -95,6 +95,16 @@ def test_filesystem_without_a_list_of_mounts_tells_its_type(
     assert storage.storage_of("") == storage.Storage()
 
 
+def test_known_identity_is_that_of_fstat(tmp_path: Path) -> None:
+    tmp_path.joinpath("a").write_bytes(b"a")
+    for name in (tmp_path / "a", "/proc/self/status", "/dev/null"):
+        with open(name, "rb") as file:
+            status = os.fstat(file.fileno())
+            assert system.known_identity(file.fileno()) == (status.st_dev, status.st_ino)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        system.known_identity(-1)
+
+
 def test_number_of_a_filesystem_is_that_of_statfs(tmp_path: Path) -> None:
     tmp_path.joinpath("a").write_bytes(b"a")
     with open(tmp_path / "a", "rb") as file:

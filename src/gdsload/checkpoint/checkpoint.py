@@ -11,6 +11,7 @@ is not read here.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -80,6 +81,7 @@ class Checkpoint(quiesce.Holder):
         self.metadata: dict[str, str] = {}
         for shard in reversed(self.shards):
             self.metadata.update(shard.metadata or {})
+        _require_addressable(source, self.shards)
         self.total_bytes = bytes_of(list(self.tensors.values()))
         self.stall_seconds = stall_seconds
         quiesce.register(self)
@@ -378,6 +380,13 @@ def _find_and_open(source: str, find: Callable[[str], CheckpointFiles], limit: i
     except BaseException:
         close_shards(shards)
         raise
+
+
+def _require_addressable(source: str, shards: Sequence[Shard]) -> None:
+    """Raises CheckpointError for more bytes than native code counts: sparse files, or a server, may
+    claim any number."""
+    if (size := sum(shard.size for shard in shards)) > sys.maxsize:
+        raise CheckpointError(f"{source}: its files claim {size:,} bytes", path=source)
 
 
 def _opened_in_parallel(files: CheckpointFiles, first: int, stall_seconds: float) -> list[Shard]:

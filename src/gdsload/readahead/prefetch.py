@@ -140,6 +140,7 @@ class Prefetch(quiesce.Holder):
         self._lock = lifecycle.fork_safe_lock(self)  # reentrant, for signal handlers
         self._posted, self._ended = SafeEvent(), SafeEvent()
         self._thread: threading.Thread | None = None
+        self._starter = threading.get_ident()
 
     def _begin(self) -> None:
         try:
@@ -328,13 +329,21 @@ class Prefetch(quiesce.Holder):
         mine, others = list(ranges), []
         for other in prefetches():
             theirs = other.tier, other._offer.device, other._offer.verify
-            if other is self or theirs != (self.tier, session.device, self._offer.verify):
+            if theirs != (self.tier, session.device, self._offer.verify) or self._is_awaited_by(
+                other
+            ):
                 continue
             left = [p for p in mine if not other._offer.has(shards[p.shard].original, p)]
             if len(left) < len(mine):
                 mine = left
                 others.append(other)
         return mine, others
+
+    def _is_awaited_by(self, other: Prefetch) -> bool:
+        """Whether the thread of another one may wait for this one: a callback there has started it.
+        True for itself."""
+        started = other._offer.filler == self._starter and not other._ended.is_set()
+        return other is self or started
 
     def _await_older(self, session: Session, ranges: Sequence[ByteRange]) -> None:
         """Waits for older prefetches that are opening what may be the same files, or comparing some
@@ -343,7 +352,11 @@ class Prefetch(quiesce.Holder):
         for older in takewhile(lambda one: one is not self, prefetches()):
             offer = older._offer
             theirs = older.tier, older.report.device, offer.verify
-            if theirs == mine and offer.may_hold_any_of(session.checkpoint):
+            if (
+                theirs == mine
+                and not self._is_awaited_by(older)
+                and offer.may_hold_any_of(session.checkpoint)
+            ):
                 while (
                     self._state == OPENING
                     and not offer.stalled(session.stall_seconds)
@@ -425,8 +438,10 @@ class Prefetch(quiesce.Holder):
         Raises:
             GdsloadError: the error that ended the prefetch (CheckpointError, ReadError,
                 PlacementError, BackendUnavailable), or PrefetchCancelled after `cancel` or
-                `close`.
+                `close`; also in a callback of this prefetch, whose thread reads.
         """
+        if self._thread is threading.current_thread() and not self._ended.is_set():
+            raise GdsloadError(f"{self.source}: a callback of its prefetch cannot wait for it")
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set():
             left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()

@@ -110,9 +110,9 @@ def filesystem_without_disk(fd: int, path: str, status: os.stat_result) -> str:
 
 def is_overlay(fd: int) -> bool:
     """Whether an open file is in an overlay, as in a container: the files below it have the pages
-    in the page cache, and the disk."""
-    status = os.fstat(fd)
-    return not os.major(status.st_dev) and _kind_of(fd, status.st_dev, status.st_ino) == OVERLAY
+    in the page cache, and the disk. The filesystem is not asked: it may not answer."""
+    device, inode = system.known_identity(fd)
+    return not os.major(device) and _kind_of(fd, device, inode) == OVERLAY
 
 
 @lru_cache(maxsize=1024)  # files, which are asked about for each sample
