@@ -380,10 +380,10 @@ def test_batch_whose_report_cannot_be_written_is_released(
             checkpoint, LoadReport("t"), ReadSettings(backend="refusing", cache="buffered")
         ) as session,
     ):
-        plan, views = session.arrange(byte_ranges_of(checkpoint, None))
+        arranged = session.arrange(byte_ranges_of(checkpoint, None))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr("gdsload.loading.batch.record_backend", broken)
-            Batch(session, plan, views)
+            Batch(session, *arranged)
         assert refusing.gate.request().released and refusing.prepared == 0
         assert session.busy() == ""
 

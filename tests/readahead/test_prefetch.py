@@ -26,10 +26,10 @@ from safetensors.torch import load_file as reference_load_file, save_file
 import gdsload
 from command import run
 from gated import Gate, GatedBackend, gated
+from gdsload import events
 from gdsload.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError, PlacementError, ReadError
-from gdsload.events import PhaseEnded
-from gdsload.loading import claims
+from gdsload.loading import claims, session as session_module
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
@@ -355,12 +355,44 @@ def test_interrupted_load_leaves_no_claim_behind(
         Session(opened, LoadReport(""), ReadSettings(page_cache="keep")) as session,
     ):
         ahead.wait()
-        monkeypatch.setattr(Session, "_in_page_cache", interrupt)
         ranges = byte_ranges_of(opened)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Session, "_in_page_cache", interrupt)
             session.arrange(ranges)
         assert ahead.progress().claimed_bytes > 0
-        assert session.claims_of(each.name for each in ranges) == {}
+        _, _, claimed = session.arrange(ranges)
+        assert claimed == {}
+
+
+def test_read_in_an_observer_that_fails_leaves_the_claim_of_the_outer_read(
+    checkpoint: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "model.norm.weight"
+    planned: list[events.Event] = []
+    failures: list[BaseException] = []
+
+    def refuse(*_: object) -> None:
+        raise PlacementError("no room")
+
+    def read_again(event: events.Event) -> None:
+        if isinstance(event, events.PhaseEnded) and event.phase == "plan":
+            planned.append(event)
+            if len(planned) > 1:  # that of the read below
+                return
+            with monkeypatch.context() as patch, pytest.raises(PlacementError) as caught:
+                patch.setattr(session_module, "require_room_to_plan", refuse)
+                opened.get_tensor(name)
+            failures.append(caught.value)
+
+    with (
+        gdsload.prefetch(checkpoint, names=[name], backend="gated", **READ),
+        gdsload.safe_open(checkpoint, on_event=read_again, **READ) as opened,
+    ):
+        gate.request()
+        monkeypatch.setattr(claims.Claim, "pause", lambda *_: gate.open())  # once it is waited for
+        got = opened.get_tensor(name)
+    assert len(failures) == 1
+    assert torch.equal(got, reference(checkpoint)[name])
 
 
 def test_another_version_of_the_file_is_not_claimed(checkpoint: Path) -> None:
@@ -829,7 +861,7 @@ def test_callback_of_a_prefetch_waits_for_another_one_and_not_for_its_own(
     known = threading.Event()
 
     def seen(event: object) -> None:
-        if isinstance(event, PhaseEnded) and event.phase == "read" and known.wait(60) and not said:
+        if isinstance(event, events.PhaseEnded) and event.phase == "read" and known.wait(60) and not said:
             said.append(None)
             with pytest.raises(GdsloadError, match="a callback of its prefetch cannot wait"):
                 started[0].wait()

@@ -38,7 +38,7 @@ from gdsload.backends.base import Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError, prefixed_with
 from gdsload.loading.accounting import record_backend, record_request
-from gdsload.loading.claims import LOST, READ, READING
+from gdsload.loading.claims import LOST, READ, READING, Claim
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import copied, making, taking
@@ -99,6 +99,7 @@ class Batch:
         session: Session,
         plan: ReadPlan,
         views: dict[str, BufferView],
+        claims: dict[str, Claim],
         *,
         slices: Sequence[TensorSlice] = (),
     ) -> None:
@@ -108,12 +109,13 @@ class Batch:
             session: The open session. Its checkpoint stays open until `release`.
             plan: The reads, from `Session.arrange`.
             views: Ranges that need no read, from `Session.arrange`. The batch adds its own.
+            claims: Those of them that a prefetch reads, or has read, from `Session.arrange`.
             slices: The tensor slices of the ranges, for a batch that reads into tensors.
         """
         self.session = session
         self.plan = plan
         self.views = views
-        self.claims = session.claims_of(views)
+        self.claims = claims
         self._make_tensors(slices)
         self._memory: list[Registration] = []
         # Tells the host pool, once, whether all bytes have arrived in the memory that it lent.
@@ -268,7 +270,7 @@ class Batch:
             self.views.pop(name, None)
             self.claims[name] = self.claims[name]._replace(view=None)
         plan = self.session.plan([self.claims[name].range for name in lost])
-        batch = Batch(self.session, plan, {})
+        batch = Batch(self.session, plan, {}, {})
         self._anew.append(batch)
         for name in lost:
             first, last = batch.plan.locations[name][2:]

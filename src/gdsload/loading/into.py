@@ -19,6 +19,7 @@ from itertools import product
 from gdsload.backends.base import Memory
 from gdsload.errors import FileChanged, GdsloadError, PartialLoad, StallError, listed, shown
 from gdsload.loading.batch import Batch
+from gdsload.loading.claims import Claim
 from gdsload.loading.destinations import MOST_NAMED, Destination
 from gdsload.loading.session import Session
 from gdsload.loading.window_writer import CopyPart, WindowWriter
@@ -38,12 +39,13 @@ class TargetBatch(Batch):
         session: Session,
         plan: ReadPlan,
         views: dict[str, BufferView],
+        claims: dict[str, Claim],
         destinations: Sequence[Destination],
         begin: Callable[[], None],
     ) -> None:
         """Posts the reads, and calls `begin` just before."""
         self._destinations, self._begin = destinations, begin
-        super().__init__(session, plan, views)
+        super().__init__(session, plan, views, claims)
 
     def _before_reads(self) -> None:
         self._begin()

@@ -152,8 +152,7 @@ class Session(quiesce.Holder):
         self._may_fill = settings.page_cache in ("auto", "fill") and self._maps and device == "cpu"
         self._mapped: dict[int, Region] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
-        self._claims: dict[str, Claim] = {}  # not yet taken by a batch
-        self._offers: list[Offer] = []  # that these claims are from
+        self._offers: list[Offer] = []  # that ranges were claimed from
         # Batches whose reads may be in flight. A batch that is collected does not count any more.
         self.posted: weakref.WeakSet[Batch] = weakref.WeakSet()
         quiesce.register(self)
@@ -228,15 +227,16 @@ class Session(quiesce.Holder):
 
     def arrange(
         self, ranges: Sequence[ByteRange], *, window_bytes: int = 0, past_cache: str = ""
-    ) -> tuple[ReadPlan, dict[str, BufferView]]:
-        """The reads for ranges that are not in memory, and views of those that are.
+    ) -> tuple[ReadPlan, dict[str, BufferView], dict[str, Claim]]:
+        """The reads for ranges that are not in memory, views of those that are, and the claims of
+        those that are from a prefetch.
 
-        A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
-        are there. `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads
-        into the page cache are one window in any case. `past_cache` is the reason why these reads
-        should not fill the page cache, for the report; "" if they may. It does not count if the
-        caller of the load asked for `page_cache="fill"`. What has no room in memory is mapped, if
-        it may be, and read when it is used.
+        A prefetch may still be reading: `Batch.settle` tells when the bytes of a claim are there.
+        `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads into the page
+        cache are one window in any case. `past_cache` is the reason why these reads should not fill
+        the page cache, for the report; "" if they may. It does not count if the caller of the load
+        asked for `page_cache="fill"`. What has no room in memory is mapped, if it may be, and read
+        when it is used.
         """
 
         def plan_rest() -> ReadPlan:
@@ -246,22 +246,21 @@ class Session(quiesce.Holder):
             return self.plan(to_read, window_bytes=window_bytes, past_cache=past_cache)
 
         with self.report.phase("plan"):
-            try:
-                views = self._views_of(ranges)
+            views, claims = self._views_of(ranges)
+            plan = plan_rest()
+            if self._has_no_room(plan):
+                views |= self._mapped_views(_by_shard(ranges, views))
                 plan = plan_rest()
-                if self._has_no_room(plan):
-                    views |= self._mapped_views(_by_shard(ranges, views))
-                    plan = plan_rest()
-            except BaseException:
-                self.claims_of(each.name for each in ranges)  # no batch takes these claims
-                raise
         if self.checkpoint.shards[0].cached:  # then all are
             self.report.cached_bytes += sum(each.nbytes for each in ranges)
-        return plan, views
+        return plan, views, claims
 
-    def _views_of(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
-        """Views of the ranges that need no read: prefetched, in the host pool, or mapped."""
-        views = self._prefetched(ranges) if self._claiming else {}
+    def _views_of(
+        self, ranges: Sequence[ByteRange]
+    ) -> tuple[dict[str, BufferView], dict[str, Claim]]:
+        """Views of the ranges that need no read: prefetched, in the host pool, or mapped; and the
+        claims of those that are prefetched."""
+        views, claims = self._prefetched(ranges) if self._claiming else ({}, {})
         pool = current_pool() if self.uses_pool else None
         if self.cache == "mapped" or not (self.device == "cpu" or self._claiming):
             pool = None
@@ -271,12 +270,14 @@ class Session(quiesce.Holder):
             # For a device, reading warm ranges through the ring is faster than mapping them.
             if self._maps and self.device == "cpu":
                 views |= self._in_page_cache([each for each in ranges if each.name not in views])
-        return views
+        return views, claims
 
-    def _prefetched(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
+    def _prefetched(
+        self, ranges: Sequence[ByteRange]
+    ) -> tuple[dict[str, BufferView], dict[str, Claim]]:
         # Of a file elsewhere, a mapping is one of a copy, which may change unnoticed.
         owned = self.cache in ("direct", "buffered") or not self._maps or bool(self._remote)
-        claims, offers = claim_ranges(
+        found, offers = claim_ranges(
             self.checkpoint,
             ranges,
             self.stall_seconds,
@@ -288,14 +289,15 @@ class Session(quiesce.Holder):
         )
         self._offers += [offer for offer in offers if offer not in self._offers]
         views: dict[str, BufferView] = {}
-        for name, claim in claims.items():
+        claims: dict[str, Claim] = {}
+        for name, claim in found.items():
             if claim.view is None and not self._can_map(claim.range.shard):
                 continue  # it is in the page cache only, and is read from there
             views[name] = claim.view or BufferView(
                 self.mapping_of(claim.range.shard), claim.range.offset
             )
-            self._claims[name] = claim
-        return views
+            claims[name] = claim
+        return views, claims
 
     def _in_pool(self, pool: HostPool, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
         # A copy to a device can start from the pinned memory itself.
@@ -338,10 +340,6 @@ class Session(quiesce.Holder):
         """Adds bytes to an I/O path of the report."""
         if nbytes:
             self.report.paths[path] = self.report.paths.get(path, 0) + nbytes
-
-    def claims_of(self, names: Iterable[str]) -> dict[str, Claim]:
-        """The claims of ranges, by name. Each is returned once."""
-        return {name: self._claims.pop(name) for name in names if name in self._claims}
 
     def mapping_of(self, shard: int) -> Region:
         """A private mapping of a whole shard."""

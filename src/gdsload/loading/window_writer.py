@@ -24,6 +24,7 @@ from gdsload.dtypes import known_dtype
 from gdsload.errors import GdsloadError
 from gdsload.loading.accounting import count_pages
 from gdsload.loading.batch import Batch, release_all
+from gdsload.loading.claims import Claim
 from gdsload.loading.session import Session
 from gdsload.loading.whole_tensors import post
 from gdsload.memory.host_buffers import BufferView, current_pool
@@ -77,10 +78,15 @@ class _WindowBatch(Batch):
     """A window in host memory that is reused by later windows."""
 
     def __init__(
-        self, session: Session, plan: ReadPlan, views: dict[str, BufferView], pool: Pool
+        self,
+        session: Session,
+        plan: ReadPlan,
+        views: dict[str, BufferView],
+        claims: dict[str, Claim],
+        pool: Pool,
     ) -> None:
         self._pool = pool
-        super().__init__(session, plan, views)
+        super().__init__(session, plan, views, claims)
 
     def _take_memory(self) -> list[Memory]:
         if current_pool() is not None:  # the host pool stores the bytes for later loads

@@ -14,7 +14,7 @@ from gdsload.backends import Memory, Progress
 from gdsload.checkpoint import Identity
 from gdsload.errors import FileChanged, PlacementError, ReadError
 from gdsload.loading.batch import Batch
-from gdsload.loading.claims import OfferedRange
+from gdsload.loading.claims import Claim, OfferedRange
 from gdsload.loading.session import Session
 from gdsload.memory import DRAM, page_cache
 from gdsload.memory.host_buffers import BufferView
@@ -45,11 +45,12 @@ class PrefetchBatch(Batch):
         session: Session,
         plan: ReadPlan,
         views: dict[str, BufferView],
+        claims: dict[str, Claim],
     ) -> None:
         self.error: ReadError | FileChanged | None = None
         # Reentrant: a signal handler may interrupt the thread that holds it.
         self._lock = fork_safe_lock(self)
-        super().__init__(session, plan, views)
+        super().__init__(session, plan, views, claims)
 
     @classmethod
     def of(cls, session: Session, ranges: Sequence[ByteRange]) -> PrefetchBatch:
@@ -124,7 +125,7 @@ class PageCacheWarmup(PrefetchBatch):
         with session.report.phase("plan"):
             plan = _warming_plan(session, ranges)
             session.register(*sorted({transfer.shard for transfer in plan.transfers}))
-        return cls(session, plan, {})
+        return cls(session, plan, {}, {})
 
     def _take_memory(self) -> list[Memory]:
         """One small region for all transfers, which may overwrite each other."""

@@ -25,6 +25,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError, IntegrityError
 from gdsload.loading import window_writer
 from gdsload.loading.batch import Batch, assembled
+from gdsload.loading.claims import Claim
 from gdsload.loading.device_batch import DeviceBatch, compare
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView
@@ -54,6 +55,7 @@ class ReadWindow(Batch):
         session: Session,
         plan: ReadPlan,
         views: dict[str, BufferView],
+        claims: dict[str, Claim],
         slices: Sequence[TensorSlice],
         *,
         whole: bool,
@@ -65,7 +67,7 @@ class ReadWindow(Batch):
         self._number_of = {info.name: number for number, info in enumerate(self._infos)}
         self._made: dict[str, torch.Tensor] = {}
         self._compared: set[str] = set()  # parts that are equal to their checksums
-        super().__init__(session, plan, views, slices=slices)
+        super().__init__(session, plan, views, claims, slices=slices)
 
     def poll(self, tensor_slice: TensorSlice) -> None:
         """Updates which bytes have arrived: all that the window reads, and what prefetches read of
