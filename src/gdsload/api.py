@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from copy import copy
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.locate import title_of
 from gdsload.checkpoint.selection import repeatable
-from gdsload.errors import prefixed_with, safetensors_errors
+from gdsload.errors import GdsloadError, prefixed_with, safetensors_errors
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
     Session,
@@ -381,7 +382,7 @@ def stream(
     Memory is bounded by two windows and the tensors that the caller keeps; into host memory by the
     page cache as well, which the kernel takes back if it needs memory. Arguments are checked by
     the call, but for `options`; files are opened with the first tensor. Closing the iterator ends
-    the reads.
+    the reads. After an error, each further `next` raises it again.
 
     Args:
         source: A file, a directory, an index file, or a model id, as for `load_file`; or a list of
@@ -439,15 +440,49 @@ def stream(
     call = _LoadCall(source, settings, target, lookup, names, slices, progress, order)
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
-        return call.shared(sharing, window_bytes, held_bytes=window_bytes)
+        return _Stream(call.shared(sharing, window_bytes, held_bytes=window_bytes))
 
-    def read() -> Iterator[tuple[str, torch.Tensor]]:
+    def read() -> Generator[tuple[str, torch.Tensor], None, None]:
         with call.opened() as (session, wanted, advance):
             pairs = load_in_windows(session, wanted.parts, window_bytes, target, advance)
             with closing(pairs):
                 yield from wanted.assembled(pairs)
 
-    return read()
+    return _Stream(read())
+
+
+class _Stream:
+    """The tensors of a generator. The error that ends it is raised by each later `next`, too: an
+    end without an error would be that of a complete checkpoint."""
+
+    def __init__(self, tensors: Generator[tuple[str, torch.Tensor], None, None]) -> None:
+        self._tensors = tensors
+        self._error: Exception | None = None
+
+    def __iter__(self) -> _Stream:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        if self._error is not None:
+            raise copy(self._error)  # the original would collect the frames of every caller
+        try:
+            return next(self._tensors)
+        except StopIteration:
+            raise
+        except Exception as error:
+            # Otherwise it goes on: it was asked by an observer of its own, or by another thread.
+            if self._tensors.gi_frame is None:  # type: ignore[attr-defined]
+                self._keep(error)
+            raise
+
+    def _keep(self, error: Exception) -> None:
+        try:
+            self._error = copy(error)  # without a traceback, whose frames have the memory of reads
+        except Exception:  # that of a function of the caller, with a constructor of its own
+            self._error = GdsloadError(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        self._tensors.close()
 
 
 class _Wanted:
@@ -540,7 +575,7 @@ class _LoadCall(NamedTuple):
         *,
         found: list[str] | None = None,
         held_bytes: int | None = None,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """The tensors of a load that the ranks of a group share. `found` gets the names that this
         rank wants, in its order; `held_bytes` limits the tensors at a time. Raises ValueError."""
         from gdsload.distribution.shared_load import NOT_COMPARED, shared_tensors

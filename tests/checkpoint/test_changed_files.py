@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import pytest
 
 import gdsload
 from gdsload.errors import FileChanged, GdsloadError, ShortRead
-from gdsload.loading import session
+from gdsload.events import Event
+from gdsload.loading import session, whole_tensors
+from gdsload.loading.batch import Batch
 from storage import ENGINES, SMALL, is_full_of, pass_a_tick, save
 
 
@@ -51,6 +56,71 @@ def test_file_truncated_after_open_raises_short_read(
     assert str(path) in str(caught.value)
     assert isinstance(caught.value, ShortRead)
     assert caught.value.offset + caught.value.got >= 1_000_001
+
+
+def test_stream_of_a_truncated_file_raises_its_error_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post, batches = whole_tensors.post, []
+
+    def noted(*args: Any, **more: Any) -> Batch:
+        batch = post(*args, **more)
+        batches.append(weakref.ref(batch))
+        return batch
+
+    monkeypatch.setattr(whole_tensors, "post", noted)
+    tensors = gdsload.stream(path, cache="direct", window_bytes=1)
+    next(tensors)
+    os.truncate(path, 1_000_001)
+    with pytest.raises((ShortRead, FileChanged)) as first:
+        list(tensors)
+    for _ in range(2):
+        with pytest.raises(type(first.value)) as again:
+            next(tensors)
+        assert str(again.value) == str(first.value)
+    del first, again
+    gc.collect()
+    assert batches and all(batch() is None for batch in batches), "an error keeps their memory"
+
+
+def test_stream_after_a_failure_of_the_caller_raises_an_error_again(path: Path) -> None:
+    class Odd(Exception):
+        def __init__(self, code: int, text: str) -> None:
+            super().__init__(text)
+
+    def wanted(name: str) -> bool:
+        raise Odd(5, "no such layer")
+
+    tensors = gdsload.stream(path, names=wanted)
+    with pytest.raises(Odd, match="no such layer"):
+        next(tensors)
+    with pytest.raises(GdsloadError, match="Odd: no such layer"):
+        next(tensors)
+
+
+def test_stream_that_its_own_observer_asks_for_a_tensor_goes_on(path: Path) -> None:
+    refused: list[str] = []
+
+    def ask(event: Event) -> None:
+        try:
+            next(tensors)
+        except ValueError as error:
+            refused.append(str(error))
+
+    tensors = gdsload.stream(path, window_bytes=1, on_event=ask)
+    assert len(list(tensors)) == 8
+    assert set(refused) == {"generator already executing"}
+
+
+@pytest.mark.parametrize("taken", [1, None])
+def test_stream_that_was_closed_or_is_complete_has_ended(path: Path, taken: int | None) -> None:
+    tensors: Any = gdsload.stream(path, cache="direct", window_bytes=1)
+    assert len(list(islice(tensors, taken))) == (taken or 8)
+    if taken:
+        tensors.close()
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(tensors)
 
 
 @pytest.mark.parametrize("cache", ["auto", "direct", "buffered", "mapped"])

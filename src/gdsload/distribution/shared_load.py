@@ -5,7 +5,7 @@ Not responsible for opening the checkpoint: the caller passes a context that doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ def shared_tensors(
     device: str,
     stall_seconds: float,
     held_bytes: int | None,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yields what this rank wants, tensor by tensor. All ranks of the group iterate together.
 
     Args:
