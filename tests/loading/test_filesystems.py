@@ -418,6 +418,29 @@ def test_depth_of_distant_storage_follows_its_fastest_first_read(
     assert gdsload.last_report().depth == 2 * DEPTH
 
 
+@pytest.mark.parametrize(("warm", "depth"), [("00001", 2 * DEPTH), ("0000", DEPTH)])
+def test_depth_of_distant_storage_does_not_follow_headers_in_the_page_cache(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, warm: str, depth: int
+) -> None:
+    seconds = property(lambda shard: 0.0 if warm in shard.name else 0.04, lambda *_: None)
+    monkeypatch.setattr(Shard, "first_read_seconds", seconds, raising=False)
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
+    gdsload.load_file(tiny_checkpoint, cache="buffered")
+    assert gdsload.last_report().depth == depth
+
+
+@pytest.mark.parametrize("filesystem", ["nfs4", ""])
+@pytest.mark.parametrize("pages", [0, 1])
+def test_first_read_of_distant_storage_is_timed_if_the_page_cache_does_not_have_it(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, pages: int, filesystem: str
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: filesystem)
+    monkeypatch.setattr(checkpoint_module.system, "cachestat", lambda *_: pages)
+    with gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint:
+        known = [shard.first_read_seconds > 0 for shard in checkpoint.shards]
+    assert known == [not (pages and filesystem)] * 2
+
+
 CGROUP_LOAD = """
 import sys, gdsload, zlib
 from pathlib import Path

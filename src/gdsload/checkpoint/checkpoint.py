@@ -18,6 +18,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
+from gdsload._native import system
 from gdsload._native.ranges import bytes_of
 from gdsload.checkpoint.file_io import open_regular
 from gdsload.checkpoint.header import (
@@ -485,15 +486,25 @@ def _read_header(shard: Shard, limit: int) -> bytes:
     data, and make the beginning of a cold file look warm.
     """
     with nullcontext() if shard.remote is not None else _no_readahead(shard.fd):
+        warm = shard.distant and _has_first_page(shard.fd)
         started = time.monotonic()
         most = HEAD_BYTES if shard.remote is None else shard.remote.head_bytes
         first = shard.read(0, min(shard.size, max(most, LENGTH_BYTES)))
-        shard.first_read_seconds = shard.first_read_seconds or time.monotonic() - started
+        if not (warm or shard.first_read_seconds):
+            shard.first_read_seconds = time.monotonic() - started
         length = header_length(first, shard.size, path=shard.path, limit=limit)
         text = first[LENGTH_BYTES : LENGTH_BYTES + length]
         if length > len(text):
             text += shard.read(len(first), length - len(text))
         return text
+
+
+def _has_first_page(fd: int) -> bool:
+    """Whether the page cache has the first page of a file; False if the kernel does not tell."""
+    try:
+        return system.cachestat(fd, 0, 1) > 0
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -75,8 +75,8 @@ class Shard:
         preferred_bytes: The size of a read that its filesystem prefers.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header; None if it has none.
-        first_read_seconds: Seconds of the first read: the latency of distant storage, unless the
-            page cache had it.
+        first_read_seconds: Seconds of the first read: the latency of distant storage; 0.0 if the
+            page cache of this machine had its first page.
     """
 
     remote: RemoteFile | None = None

@@ -247,11 +247,15 @@ class ShardAccess:
         opened = self._checkpoint.shards[shard]
         device = opened.identity.dev
         if device not in self._storage:
-            # Headers are read at once. The fastest of them waited for the storage alone.
+            # Headers are read at once. The fastest of them waited for the storage alone. Those that
+            # were in the page cache did not wait.
             latency = min(
-                each.first_read_seconds
-                for each in self._checkpoint.shards
-                if each.identity.dev == device
+                (
+                    each.first_read_seconds
+                    for each in self._checkpoint.shards
+                    if each.identity.dev == device and each.first_read_seconds
+                ),
+                default=0.0,
             )
             self._storage[device] = (
                 storage_of(opened.filesystem, opened.preferred_bytes, latency)
