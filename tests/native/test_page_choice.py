@@ -65,6 +65,29 @@ def test_dear_huge_pages_are_tried_again_and_used_when_they_are_cheap(
     assert small > huge
 
 
+@pytest.mark.parametrize(("before", "units"), [(0, 128), (200, 64)])
+def test_single_unit_that_took_long_is_soon_forgotten(choice: Any, before: int, units: int) -> None:
+    """Also if it is the first one, of which no mean limits what it counts."""
+    units_by_kind(choice, before, CHEAP, 1)
+    choice.took(True, 20_000)
+    units_by_kind(choice, units, CHEAP, 1)
+    huge, small = units_by_kind(choice, units, CHEAP, 1)
+    assert huge > small
+
+
+def test_huge_pages_that_become_dear_are_left_within_a_few_units(choice: Any) -> None:
+    units_by_kind(choice, 200, CHEAP, 1)
+    huge, _ = units_by_kind(choice, 16, DEAR, 1)
+    assert huge <= 4
+
+
+def test_dear_huge_pages_that_become_cheap_are_used_after_a_few_tries(choice: Any) -> None:
+    units_by_kind(choice, 2000, DEAR, 1)
+    units_by_kind(choice, 256 + 4 * 16, CHEAP, 1)
+    huge, small = units_by_kind(choice, 64, CHEAP, 1)
+    assert huge > small
+
+
 def test_kind_that_was_asked_for_is_not_compared(choices: Any) -> None:
     choice = choices.Choice(mode="huge")
     assert units_by_kind(choice, 100, DEAR, STREAM) == (100, 0)

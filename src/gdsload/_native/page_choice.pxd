@@ -15,9 +15,11 @@ cdef enum:
     # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
     NO_HUGE_PAGE_NS = 10000000
     # Units between two tries of the dearer kind, because costs change; doubled as long as the other
-    # kind stays cheaper. 256 units are 512 MiB.
+    # kind stays cheaper and the dearer one as dear. 256 units are 512 MiB.
     FIRST_RETRY_UNITS = 16
     LAST_RETRY_UNITS = 256
+    # A unit counts at most this many times the mean of its kind, or CHEAP_NS if that is more.
+    MOST_MEANS = 8
 
 # Zeroed memory, but for `mode`, is a choice of which nothing is known yet.
 cdef struct PageChoice:
@@ -51,7 +53,20 @@ cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
 
 
 cdef inline void unit_took(PageChoice *self, int huge, int64_t took) noexcept nogil:
-    """Adds the CPU time of a unit to the mean of its kind, to which it counts a quarter."""
+    """Adds the CPU time of a unit to the mean of its kind, to which it counts a quarter.
+
+    A single unit may take very long: what it counts is limited. Costs that have risen are followed
+    within a few units all the same. A unit that takes less than half of the mean counts a half, and
+    if its kind is the dearer one, this is tried again soon: one of the two was an exception.
+    """
     cdef int64_t *mean = &self.huge_ns if huge else &self.small_ns
     took = max(took, <int64_t>1)  # some sandboxes count in ticks
-    mean[0] = took if mean[0] == 0 else (3 * mean[0] + took) // 4
+    if mean[0] == 0:
+        mean[0] = took
+    elif took < mean[0] // 2:
+        mean[0] = (mean[0] + took) // 2
+        if huge != self.huge_preferred:
+            self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
+    else:
+        took = min(took, MOST_MEANS * max(mean[0], <int64_t>CHEAP_NS))
+        mean[0] = (3 * mean[0] + took) // 4
