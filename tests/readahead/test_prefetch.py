@@ -764,6 +764,27 @@ def test_what_is_on_its_way_into_the_page_cache_is_mapped_when_it_is_there(
     assert_same(loaded[0], reference(checkpoint))
 
 
+def test_what_has_left_the_page_cache_again_is_not_mapped_from_distant_storage(
+    checkpoint: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
+    monkeypatch.setattr(page_cache, "wholly_resident", lambda *place: False)
+    with (
+        gdsload.prefetch(checkpoint, tier="pagecache", backend="gated") as ahead,
+        Checkpoint.open(checkpoint) as opened,
+        Session(opened, LoadReport(""), ReadSettings()) as session,
+    ):
+        gate.open(count=4)
+        wait_for(lambda: ahead.progress().landed_bytes > 0)
+        ranges = byte_ranges_of(opened)
+        plan, views = session.arrange(ranges)
+        on_their_way = session.claims_of(each.name for each in ranges)
+        assert views.keys() == on_their_way.keys()
+        assert {claim.state() for claim in on_their_way.values()} == {claims.READING}
+        assert plan.locations.keys() == {each.name for each in ranges} - views.keys() != set()
+        gate.open()
+
+
 def test_a_child_finds_nothing_of_its_parents(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, **READ) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
@@ -861,7 +882,8 @@ def test_callback_of_a_prefetch_waits_for_another_one_and_not_for_its_own(
     known = threading.Event()
 
     def seen(event: object) -> None:
-        if isinstance(event, events.PhaseEnded) and event.phase == "read" and known.wait(60) and not said:
+        ended = isinstance(event, events.PhaseEnded) and event.phase
+        if ended == "read" and known.wait(60) and not said:
             said.append(None)
             with pytest.raises(GdsloadError, match="a callback of its prefetch cannot wait"):
                 started[0].wait()

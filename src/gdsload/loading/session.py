@@ -25,7 +25,7 @@ from gdsload.backends.registry import ELSEWHERE
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, CheckpointError, PlacementError
 from gdsload.loading.accounting import record_backend
-from gdsload.loading.claims import Claim, Offer, claim_ranges, nothing, withdraw
+from gdsload.loading.claims import READ, Claim, Offer, claim_ranges, nothing, withdraw
 from gdsload.loading.io_mode import ShardAccess
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
@@ -291,13 +291,21 @@ class Session(quiesce.Holder):
         views: dict[str, BufferView] = {}
         claims: dict[str, Claim] = {}
         for name, claim in found.items():
-            if claim.view is None and not self._can_map(claim.range.shard):
-                continue  # it is in the page cache only, and is read from there
+            if claim.view is None and not self._can_map_claim(claim):
+                continue  # it is in the page cache at most, and is read from there
             views[name] = claim.view or BufferView(
                 self.mapping_of(claim.range.shard), claim.range.offset
             )
             claims[name] = claim
         return views, claims
+
+    def _can_map_claim(self, claim: Claim) -> bool:
+        """Whether to map a range that a prefetch reads into the page cache. That of a distant file
+        may be gone again, and a fault on a page that is not there would be a round trip."""
+        shard = claim.range.shard
+        if self.checkpoint.shards[shard].distant and claim.state() == READ:
+            return self._access.mapped(shard, [claim.range]) and self._can_map(shard)
+        return self._can_map(shard)
 
     def _in_pool(self, pool: HostPool, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
         # A copy to a device can start from the pinned memory itself.
