@@ -65,7 +65,7 @@ def test_dear_huge_pages_are_tried_again_and_used_when_they_are_cheap(
     assert small > huge
 
 
-@pytest.mark.parametrize(("before", "units"), [(0, 128), (200, 64)])
+@pytest.mark.parametrize(("before", "units"), [(0, 256), (200, 64)])
 def test_single_unit_that_took_long_is_soon_forgotten(choice: Any, before: int, units: int) -> None:
     """Also if it is the first one, of which no mean limits what it counts."""
     units_by_kind(choice, before, CHEAP, 1)

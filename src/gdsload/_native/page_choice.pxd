@@ -56,17 +56,15 @@ cdef inline void unit_took(PageChoice *self, int huge, int64_t took) noexcept no
     """Adds the CPU time of a unit to the mean of its kind, to which it counts a quarter.
 
     A single unit may take very long: what it counts is limited. Costs that have risen are followed
-    within a few units all the same. A unit that takes less than half of the mean counts a half, and
-    if its kind is the dearer one, this is tried again soon: one of the two was an exception.
+    within a few units all the same. If a unit of the dearer kind takes less than half of the mean,
+    this kind is tried again soon: one of the two was an exception.
     """
     cdef int64_t *mean = &self.huge_ns if huge else &self.small_ns
     took = max(took, <int64_t>1)  # some sandboxes count in ticks
     if mean[0] == 0:
         mean[0] = took
-    elif took < mean[0] // 2:
-        mean[0] = (mean[0] + took) // 2
-        if huge != self.huge_preferred:
-            self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
-    else:
-        took = min(took, MOST_MEANS * max(mean[0], <int64_t>CHEAP_NS))
-        mean[0] = (3 * mean[0] + took) // 4
+        return
+    if took < mean[0] // 2 and huge != self.huge_preferred:
+        self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
+    took = min(took, MOST_MEANS * max(mean[0], <int64_t>CHEAP_NS))
+    mean[0] = (3 * mean[0] + took) // 4
