@@ -777,8 +777,7 @@ def test_what_has_left_the_page_cache_again_is_not_mapped_from_distant_storage(
         gate.open(count=4)
         wait_for(lambda: ahead.progress().landed_bytes > 0)
         ranges = byte_ranges_of(opened)
-        plan, views = session.arrange(ranges)
-        on_their_way = session.claims_of(each.name for each in ranges)
+        plan, views, on_their_way = session.arrange(ranges)
         assert views.keys() == on_their_way.keys()
         assert {claim.state() for claim in on_their_way.values()} == {claims.READING}
         assert plan.locations.keys() == {each.name for each in ranges} - views.keys() != set()
