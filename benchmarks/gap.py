@@ -45,7 +45,7 @@ def read(checkpoint: Checkpoint, ranges: list[ByteRange], gap: int) -> tuple[flo
             gap_bytes=gap,
         )
         began = time.monotonic()
-        batch = Batch(session, plan, {})
+        batch = Batch(session, plan, {}, {})
         try:
             batch.wait()
         finally:

@@ -88,6 +88,7 @@ async def astream(
 ) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """`gdsload.stream` for `async for`: the event loop runs while this waits for bytes.
 
+    An error ends it: a later step finds its end, as of each asynchronous generator.
     Leaving the loop early ends the reads when the iterator is closed; `contextlib.aclosing` closes
     it at once. Cancelling the task ends a wait for bytes within a tenth of a second. On a GPU, the
     tensors are made in the order of the stream that is current when the next one is awaited.

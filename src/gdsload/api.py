@@ -137,7 +137,7 @@ def load_file(
             "auto" reads into it and maps it, so that later loads read nothing, if the checkpoint
             has room in memory, is on local storage, is loaded into host memory with `cache` "auto",
             at least 0.9 of it is wanted, and `options` has neither "pages" nor "request_bytes".
-            Otherwise it does not fill it, unless the filesystem refuses direct reads.
+            Otherwise it does not fill it, unless files cannot be opened for direct reads.
             "fill" is like "auto", but also for a smaller part and with these options.
             "keep" reads past it where the filesystem has direct I/O and `cache` is not "buffered".
             If the page cache has parts of a file already, the kernel may add pages next to them,
@@ -469,13 +469,16 @@ class _Stream:
             return next(self._tensors)
         except StopIteration:
             raise
-        except Exception as error:
+        except BaseException as error:  # also Ctrl-C
             # Otherwise it goes on: it was asked by an observer of its own, or by another thread.
             if self._tensors.gi_frame is None:  # type: ignore[attr-defined]
                 self._keep(error)
             raise
 
-    def _keep(self, error: Exception) -> None:
+    def _keep(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            self._error = GdsloadError(f"this stream was ended by {type(error).__name__}")
+            return
         try:
             self._error = copy(error)  # without a traceback, whose frames have the memory of reads
         except Exception:  # that of a function of the caller, with a constructor of its own

@@ -112,6 +112,23 @@ def test_stream_that_its_own_observer_asks_for_a_tensor_goes_on(path: Path) -> N
     assert set(refused) == {"generator already executing"}
 
 
+def test_stream_that_ctrl_c_ended_is_not_complete(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    tensors = gdsload.stream(path, window_bytes=1)
+    next(tensors)
+    with monkeypatch.context() as pressed:
+        pressed.setattr(Batch, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(tensors)
+    for _ in range(2):
+        with pytest.raises(GdsloadError, match="this stream was ended by KeyboardInterrupt"):
+            next(tensors)
+
+
 @pytest.mark.parametrize("taken", [1, None])
 def test_stream_that_was_closed_or_is_complete_has_ended(path: Path, taken: int | None) -> None:
     tensors: Any = gdsload.stream(path, cache="direct", window_bytes=1)

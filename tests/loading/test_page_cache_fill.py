@@ -344,6 +344,23 @@ def test_network_storage_without_direct_reads_fills_the_page_cache(
     assert page_cache.resident_bytes(path) < path.stat().st_size // 2
 
 
+def test_network_storage_with_a_few_direct_reads_fills_the_page_cache_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        file = tmp_path / f"{name}.safetensors"
+        safetensors.torch.save_file({name: torch.ones(3 << 20)}, file)
+        page_cache.evict(file)
+    real = Shard.reopen_direct
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
+    monkeypatch.setattr(
+        Shard, "reopen_direct", lambda shard: None if "b" in shard.name else real(shard)
+    )
+    gdsload.load_file(tmp_path)
+    assert io_modes(gdsload.last_report()) >= {"buffered"}
+    assert gdsload.last_report().page_cache == "filled by some reads only"
+
+
 def test_fuse_on_a_disk_is_read_past_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

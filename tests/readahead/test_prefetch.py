@@ -886,14 +886,19 @@ def test_callback_of_a_prefetch_waits_for_another_one_and_not_for_its_own(
             said.append(None)
             with pytest.raises(GdsloadError, match="a callback of its prefetch cannot wait"):
                 started[0].wait()
-            with gdsload.prefetch(checkpoint, **READ) as other:
+            with gdsload.prefetch(checkpoint, **READ, on_event=deeper) as other:
                 said.append(other.wait(PATIENCE_SECONDS))
+
+    def deeper(event: object) -> None:
+        if isinstance(event, events.PhaseEnded) and event.phase == "read":
+            with gdsload.prefetch(checkpoint, **READ) as third:
+                said.append(third.wait(PATIENCE_SECONDS))
 
     with gdsload.prefetch(checkpoint, **READ, on_event=seen) as ahead:
         started.append(ahead)
         known.set()
         assert ahead.wait(PATIENCE_SECONDS)
-    assert said == [None, True]
+    assert said == [None, True, True]
 
 
 # Ctrl-C while the first of our native modules is imported, and then once more without it.

@@ -79,8 +79,8 @@ def filesystem_magic(int fd):
 
 
 def known_identity(int fd):
-    """(st_dev, st_ino) of an open file, without a question to the server or the daemon of a distant
-    filesystem, which ``fstat`` may ask.
+    """(st_dev, st_ino) of an open file, without a question to the server or the daemon of most
+    distant filesystems, which ``fstat`` may ask.
 
     Kernels before 4.11, and some sandboxes, answer by ``fstat``. Raises OSError.
     """
@@ -88,9 +88,12 @@ def known_identity(int fd):
     cdef uint64_t inode
     cdef uint32_t[2] device
     cdef const char *itself = b""
-    if syscall(
-        SYS_statx, fd, itself, AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_BASIC_STATS, answer
-    ):
+    cdef long failed
+    with nogil:
+        failed = syscall(
+            SYS_statx, fd, itself, AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_BASIC_STATS, answer
+        )
+    if failed:
         status = os.fstat(fd)
         return status.st_dev, status.st_ino
     memcpy(&inode, answer + INODE_AT, 8)

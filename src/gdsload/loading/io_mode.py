@@ -207,6 +207,8 @@ class ShardAccess:
         new = [shard for shard in shards if self._registered[shard] is None]
         if self.cache in ("auto", "direct") and not self._remote:
             self._open_direct([shard for shard in new if shard not in self._direct_fds])
+            if not self._drops and not self._direct_fds.keys() >= set(new):
+                self.fill.refuse_direct(self.report, some=bool(self._direct_fds))
         for shard in new:
             self._register(backend, shard)
 
@@ -314,8 +316,6 @@ class ShardAccess:
             )
         else:
             self.report.refusals[f"direct I/O on {opened.name}"] = found.refusal
-            if not self._drops:
-                self.fill.refuse_direct(self.report)
 
     def _note_absent(self, shard: Shard) -> None:
         """Notes what `close` drops. The kernel tells it only to those who may write to the file."""

@@ -85,7 +85,7 @@ class PageCacheFill:
         self._decided: bool | None = None  # None: not yet
         self.lacks_room = False
         self._text = ""  # for the report
-        self._through = False  # whether direct reads of a file are refused
+        self._through = ""  # the same, if direct reads of a file are refused
 
     def active(self, past_cache: str = "") -> bool:
         """Whether reads fill the page cache. `past_cache`: why they had better not, which does not
@@ -97,18 +97,19 @@ class PageCacheFill:
         passes = self._decided and not self.active(past_cache)
         text = f"not filled: {past_cache}" if passes else self._text
         if self._through and text.startswith("not filled"):
-            text = THROUGH
+            text = self._through
         before = report.page_cache.partition(":")[0]
         if not before:
             report.page_cache = text
         elif before != text.partition(":")[0]:  # the sizes may differ
             report.page_cache = ONLY_SOME
 
-    def refuse_direct(self, report: LoadReport) -> None:
-        """Notes that direct reads of a file are refused: its bytes stay in the page cache."""
-        self._through = True
+    def refuse_direct(self, report: LoadReport, *, some: bool) -> None:
+        """Notes that direct reads of files are refused, of all or of some: the bytes of these stay
+        in the page cache."""
+        self._through = ONLY_SOME if some else THROUGH
         if report.page_cache.startswith("not filled"):
-            report.page_cache = THROUGH
+            report.page_cache = self._through
 
     def decide(self, nbytes: int, beside_bytes: int = 0) -> None:
         """Decides, once, for all later reads.

@@ -327,11 +327,10 @@ class Prefetch(quiesce.Holder):
         shards = session.checkpoint.shards
         self._await_older(session, ranges)
         mine, others = list(ranges), []
+        waiting = self._waiting()
         for other in prefetches():
             theirs = other.tier, other._offer.device, other._offer.verify
-            if theirs != (self.tier, session.device, self._offer.verify) or self._is_awaited_by(
-                other
-            ):
+            if other in waiting or theirs != (self.tier, session.device, self._offer.verify):
                 continue
             left = [p for p in mine if not other._offer.has(shards[p.shard].original, p)]
             if len(left) < len(mine):
@@ -339,22 +338,28 @@ class Prefetch(quiesce.Holder):
                 others.append(other)
         return mine, others
 
-    def _is_awaited_by(self, other: Prefetch) -> bool:
-        """Whether the thread of another one may wait for this one: a callback there has started it.
-        True for itself."""
-        started = other._offer.filler == self._starter and not other._ended.is_set()
-        return other is self or started
+    def _waiting(self) -> list[Prefetch]:
+        """Itself, and those whose threads may wait for it: a callback of one has started it, or has
+        started the one whose callback has."""
+        found: Prefetch | None = self
+        waiting: list[Prefetch] = []
+        while found is not None and found not in waiting:
+            waiting.append(found)
+            open_ones = (one for one in prefetches() if not one._ended.is_set())
+            found = next((o for o in open_ones if o._offer.filler == waiting[-1]._starter), None)
+        return waiting
 
     def _await_older(self, session: Session, ranges: Sequence[ByteRange]) -> None:
         """Waits for older prefetches that are opening what may be the same files, or comparing some
         of these ranges. Those never wait for this one."""
         mine = self.tier, self.report.device, self._offer.verify
+        waiting = self._waiting()
         for older in takewhile(lambda one: one is not self, prefetches()):
             offer = older._offer
             theirs = older.tier, older.report.device, offer.verify
             if (
                 theirs == mine
-                and not self._is_awaited_by(older)
+                and older not in waiting
                 and offer.may_hold_any_of(session.checkpoint)
             ):
                 while (

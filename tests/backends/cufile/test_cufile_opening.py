@@ -280,14 +280,18 @@ def test_flags_of_p2p_are_asked_only_of_releases_that_keep_parameters(
     assert doubles.struck == asked
 
 
-def test_driver_that_counts_nothing_is_for_loads_that_allow_compatibility_mode(
-    doubles: Doubles,
+@pytest.mark.parametrize("old", [False, True])
+def test_reads_that_nobody_counts_are_refused_if_compatibility_mode_was_allowed_before(
+    old: bool, doubles: Doubles
 ) -> None:
-    set_old_release(doubles)
+    if old:
+        set_old_release(doubles)
     library.opened("cuda:0", True)
-    refused = library.support("cuda:0", False)
-    assert not refused.usable and "counts nothing" in str(refused)
-    assert library.support("cuda:0", True).usable
+    for kind, counted in ((GdsMtBackend, not old), (GdsBackend, False)):
+        found = kind.probe("cuda:0")
+        assert found.usable == counted
+        assert ("would not count it" in str(found)) != counted
+        assert kind.probe_with("cuda:0", {"allow_compat": True}).usable
 
 
 @pytest.mark.parametrize("allow", [False, True])

@@ -42,6 +42,7 @@ class CuFileBackend(PumpBackend):
     """Reads files into VRAM through cuFile and a registered staging ring."""
 
     memory_kinds: ClassVar[frozenset[str]] = frozenset({VRAM})
+    counted: ClassVar[bool] = True  # whether cuFile counts its reads, if it counts any
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -79,13 +80,14 @@ class CuFileBackend(PumpBackend):
     def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
         if device_kind(device) != "cuda":
             return Support(False, (f"it reaches CUDA devices, not {device}",))
-        return library.support(device, options.get("allow_compat") is True)
+        return library.support(device, options.get("allow_compat") is True, cls.counted)
 
     def _open(self, device: str) -> library.Driver:
         if device_kind(device) == "cuda":
             self._device = device
         if self._driver is None:
-            self._driver = library.opened(self._known_device(), self.settings["allow_compat"])
+            allow_compat = self.settings["allow_compat"]
+            self._driver = library.opened(self._known_device(), allow_compat, self.counted)
             self.engine = self._driver.mode
             if self._driver.mode == library.COMPAT:
                 self.refusals[f"{self.name}/native"] = (

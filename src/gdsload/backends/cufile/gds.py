@@ -27,6 +27,7 @@ class GdsBackend(CuFileBackend):
     """Reads files into VRAM by cuFile's batches."""
 
     name: ClassVar[str] = "gds"
+    counted: ClassVar[bool] = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

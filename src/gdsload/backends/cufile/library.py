@@ -347,8 +347,9 @@ def obstacle() -> str:
     return ""
 
 
-def support(device: str, allow_compat: bool) -> Support:
-    """Whether cuFile can read into a device here, without opening it."""
+def support(device: str, allow_compat: bool, counted: bool = True) -> Support:
+    """Whether cuFile can read into a device here, without opening it. `counted`: whether it counts
+    these reads, if it counts any."""
     try:
         found = library()
     except BackendUnavailable as error:
@@ -362,9 +363,9 @@ def support(device: str, allow_compat: bool) -> Support:
         why = "cuFile is open in compatibility mode in this process"
         hint = "" if allow_compat else "allow_compat=True uses it, slower than the posix backend"
         return Support(allow_compat, (why,), hint)
-    uncounted = _driver and not _driver[0].counts and _driver[0].uncounted_path == UNCOUNTED
-    if uncounted and not allow_compat:
-        why = "cuFile is open with compatibility mode allowed in this process, and counts nothing"
+    known = not _driver or (counted and _driver[0].counts)
+    if not (allow_compat or known) and _driver[0].uncounted_path == UNCOUNTED:
+        why = "cuFile is open with compatibility mode allowed, and would not count it"
         return Support(False, (why,))
     if _driver:
         return Support(True)
@@ -381,14 +382,15 @@ def support(device: str, allow_compat: bool) -> Support:
     )
 
 
-def opened(device: str, allow_compat: bool) -> Driver:
-    """cuFile's driver, opened by the first call. A failure is final in this process.
+def opened(device: str, allow_compat: bool, counted: bool = True) -> Driver:
+    """cuFile's driver, opened by the first call. A failure is final in this process. `counted` is
+    as for `support`.
 
     Raises:
         BackendUnavailable: cuFile cannot be used.
     """
     with _lock:
-        answer = support(device, allow_compat)
+        answer = support(device, allow_compat, counted)
         if not answer.usable:
             raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
         if not _driver:
