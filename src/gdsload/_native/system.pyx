@@ -44,6 +44,12 @@ cdef enum:
     MINCORE_PAGES = 1048576
 
 
+cdef long ask(int fd, int flags, unsigned int mask, uint8_t *answer) noexcept nogil:
+    """Fills the struct statx of an open file: 0, or -1 and errno."""
+    cdef const char *itself = b""
+    return syscall(SYS_statx, fd, itself, AT_EMPTY_PATH | flags, mask, answer)
+
+
 def direct_alignment(int fd):
     """Alignment in bytes of (addresses, offsets and lengths) for direct I/O on this file.
 
@@ -52,13 +58,10 @@ def direct_alignment(int fd):
     """
     cdef uint8_t answer[STATX_BYTES]
     cdef uint32_t mask, memory, offset
-    cdef const char *itself = b""
     cdef long failed
     memset(answer, 0, STATX_BYTES)
     with nogil:  # the server of a distant filesystem is not asked
-        failed = syscall(
-            SYS_statx, fd, itself, AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_DIOALIGN, answer
-        )
+        failed = ask(fd, AT_STATX_DONT_SYNC, STATX_DIOALIGN, answer)
     if failed:
         return None
     memcpy(&mask, answer, 4)
@@ -87,12 +90,9 @@ def known_identity(int fd):
     cdef uint8_t answer[STATX_BYTES]
     cdef uint64_t inode
     cdef uint32_t[2] device
-    cdef const char *itself = b""
     cdef long failed
     with nogil:
-        failed = syscall(
-            SYS_statx, fd, itself, AT_EMPTY_PATH | AT_STATX_DONT_SYNC, STATX_BASIC_STATS, answer
-        )
+        failed = ask(fd, AT_STATX_DONT_SYNC, STATX_BASIC_STATS, answer)
     if failed:
         status = os.fstat(fd)
         return status.st_dev, status.st_ino
@@ -108,12 +108,9 @@ def refresh_attributes(int fd):
     Asks nothing on kernels before 4.11, or if a sandbox forbids it. Raises OSError.
     """
     cdef uint8_t answer[STATX_BYTES]
-    cdef const char *itself = b""
     cdef long failed
     with nogil:
-        failed = syscall(
-            SYS_statx, fd, itself, AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, answer
-        )
+        failed = ask(fd, AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, answer)
     if failed and errno != ENOSYS and errno != EPERM:
         raise OSError(errno, os.strerror(errno))
 

@@ -95,9 +95,7 @@ class PageCacheFill:
     def note(self, report: LoadReport, past_cache: str = "") -> None:
         """Notes in the report what `active` decides, and why."""
         passes = self._decided and not self.active(past_cache)
-        text = f"not filled: {past_cache}" if passes else self._text
-        if self._through and text.startswith("not filled"):
-            text = self._through
+        text = self._corrected(f"not filled: {past_cache}" if passes else self._text)
         before = report.page_cache.partition(":")[0]
         if not before:
             report.page_cache = text
@@ -108,8 +106,10 @@ class PageCacheFill:
         """Notes that direct reads of files are refused, of all or of some: the bytes of these stay
         in the page cache."""
         self._through = ONLY_SOME if some else THROUGH
-        if report.page_cache.startswith("not filled"):
-            report.page_cache = self._through
+        report.page_cache = self._corrected(report.page_cache)
+
+    def _corrected(self, text: str) -> str:
+        return self._through if self._through and text.startswith("not filled") else text
 
     def decide(self, nbytes: int, beside_bytes: int = 0) -> None:
         """Decides, once, for all later reads.

@@ -303,8 +303,9 @@ class Session(quiesce.Holder):
         """Whether to map a range that a prefetch reads into the page cache. That of a distant file
         may be gone again, and a fault on a page that is not there would be a round trip."""
         shard = claim.range.shard
-        if self.checkpoint.shards[shard].distant and claim.state() == READ:
-            return self._access.mapped(shard, [claim.range]) and self._can_map(shard)
+        may_be_gone = self.checkpoint.shards[shard].distant and claim.state() == READ
+        if may_be_gone and not self._access.mapped(shard, [claim.range]):
+            return False
         return self._can_map(shard)
 
     def _in_pool(self, pool: HostPool, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:

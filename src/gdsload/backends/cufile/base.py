@@ -22,7 +22,7 @@ from gdsload.backends.base import (
     Support,
     require_own_process,
 )
-from gdsload.backends.cufile import config, library
+from gdsload.backends.cufile import library
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.backends.staging import StagingPipeline
 from gdsload.checkpoint.file_io import close_files
@@ -93,9 +93,7 @@ class CuFileBackend(PumpBackend):
                 self.refusals[f"{self.name}/native"] = (
                     "cuFile has no native path here; its compatibility mode was allowed"
                 )
-            kb = self._driver.max_direct_io_kb
-            own = config.settings(library.ROOT).has("properties", "max_direct_io_size_kb")
-            if 0 < kb < library.DIRECT_IO_KB and not own:
+            if kb := self._driver.split_kb:
                 self.refusals[f"{self.name}/large reads"] = (
                     f"cuFile reads parts of {kb} KiB, one after the other: set"
                     f" max_direct_io_size_kb to {library.DIRECT_IO_KB} in cufile.json"

@@ -112,12 +112,15 @@ class Driver(quiesce.Holder):
 
     `mode` is the path that it uses: `NVFS`, `P2P` or `COMPAT`. `uncounted_path` is that of reads
     that cuFile has not counted: with a native mode, files may still be read in compatibility mode,
-    if that is allowed.
+    if that is allowed. `split_kb`: cuFile divides reads into parts of so many KiB, fewer than
+    `DIRECT_IO_KB`, and the user has not set that; else 0.
     """
 
-    def __init__(self, library: CuFile, owner: Device, compat_refused: bool) -> None:
+    def __init__(
+        self, library: CuFile, owner: Device, compat_refused: bool, own_size: bool
+    ) -> None:
         """`owner`: the device that it was opened for. `compat_refused`: whether cuFile was told to
-        refuse compatibility mode."""
+        refuse compatibility mode. `own_size`: whether the user has set the size of reads."""
         self.library, self._owner = library, owner
         self.pid = os.getpid()
         # Asked for its properties, 1.14 to 1.16 forget all parameters that were set.
@@ -131,8 +134,8 @@ class Driver(quiesce.Holder):
             (library.get_size(_DEVICE_CACHE_KB) or facts.get("max_device_cache_kb", 0)) << 10,
             library.get_size(_BATCHSIZE) or facts.get("max_batch", 0),
         )
-        direct_io_kb = library.get_size(_DIRECT_IO_KB)
-        self.max_direct_io_kb: int = direct_io_kb or facts.get("max_direct_io_kb", 0)
+        direct_io_kb = library.get_size(_DIRECT_IO_KB) or facts.get("max_direct_io_kb", 0)
+        self.split_kb = direct_io_kb if direct_io_kb < DIRECT_IO_KB and not own_size else 0
         self.counts = library.start_statistics()
         self.stuck = False  # a call hangs: others may hang too
         self._registered = 0  # files and buffers
@@ -415,7 +418,8 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     compat_refused = taken[_ALLOW_COMPAT] and not allow_compat
     # Not before 1.14: cuFileDriverSetMaxDirectIOSize has no effect there, and 1.11 would open its
     # driver in that call. With slabs of several sizes, 1.17 to 1.19 forget these if a size is set.
-    if not settings.has("properties", "max_direct_io_size_kb") and not settings.has_slabs:
+    own_size = settings.has("properties", "max_direct_io_size_kb")
+    if not own_size and not settings.has_slabs:
         found.set_size(_DIRECT_IO_KB, DIRECT_IO_KB)
     owner = gpu.device(gpu.ordinal_of(device))
     try:
@@ -436,7 +440,7 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
             why = f"it does not take its settings ({settings.source}): {which}"
         raise _latch(f"cuFile does not open: {why}") from error
     try:
-        driver = Driver(found, owner, compat_refused)
+        driver = Driver(found, owner, compat_refused, own_size)
         if allow_compat or driver.uncounted_path in (NVFS, P2P):
             return driver
         why = "cuFile opened in compatibility mode only: it has no native path here"
