@@ -47,12 +47,13 @@ COMPILE = [*OPTIMIZE, "-fvisibility=hidden", "-Wall", "-pthread", PORTABLE]
 # -ldl is empty since glibc 2.34 and needed before it.
 LINK = ["-pthread", "-ldl"]
 
-# The functions that uring.pyx needs. An older liburing counts as missing.
+# Functions and flags that uring.pyx needs. An older liburing counts as missing.
 LIBURING_PROBE = """
 #include <liburing.h>
 int probe(int fd, void *memory) {
     struct io_uring ring;
     struct io_uring_params params = {0};
+    params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
     if (io_uring_queue_init_params(8, &ring, &params)) return 1;
     if (io_uring_register_buffers_sparse(&ring, 1)) return 2;
     io_uring_prep_read_fixed(io_uring_get_sqe(&ring), fd, memory, 4096, 0, 0);
@@ -141,7 +142,7 @@ def find_liburing(command: build_ext) -> Linking | None:
             print(f"gdsload: io_uring engine, with {' '.join(candidate.link_args)}")
             return candidate
     print(
-        "gdsload: no liburing >= 2.2 with a static archive: the io_uring engine is left out "
+        "gdsload: no liburing >= 2.3 with a static archive: the io_uring engine is left out "
         "(Debian, Ubuntu: liburing-dev)"
     )
     return None

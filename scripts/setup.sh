@@ -213,6 +213,6 @@ printf '%s\n' "$wanted" >"$stamp"
 modules=$(cd src/gdsload/_native && for so in *.so; do [ ! -f "$so" ] || printf ' %s' "${so%%.*}"; done)
 case "${GDSLOAD_LIBURING:-}$modules " in
     0* | *" uring "*) ;;
-    *) say "no io_uring engine: it needs liburing 2.2 or newer (package liburing-dev)" ;;
+    *) say "no io_uring engine: it needs liburing 2.3 or newer (package liburing-dev)" ;;
 esac
 say "done; native modules:$modules"

@@ -257,6 +257,32 @@ def test_modules_on_free_threaded_python_require_the_gil(wheel: Wheel, unpacked:
     assert set(found.values()) == {"Py_MOD_GIL_USED"}, found
 
 
+def test_liburing_without_a_flag_that_the_engine_needs_counts_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import runpy, sys; sys.argv = ['setup.py', '--name'];"
+        " from setuptools import Distribution; from setuptools.command.build_ext import build_ext;"
+        " names = runpy.run_path('setup.py');"
+        " print(names['find_liburing'](build_ext(Distribution())))"
+    )
+
+    def found() -> str:
+        command = [sys.executable, "-c", program]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()[-1]
+
+    if found() == "None":
+        pytest.skip("liburing is missing")
+    # As in liburing 2.2.
+    (tmp_path / "liburing.h").write_text(
+        "#include_next <liburing.h>\n#undef IORING_SETUP_DEFER_TASKRUN\n"
+    )
+    monkeypatch.setenv("CFLAGS", f"-I{tmp_path}")
+    assert found() == "None"
+
+
 def test_build_without_liburing_succeeds(
     wheel: Wheel, unpacked: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

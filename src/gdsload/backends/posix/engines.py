@@ -92,7 +92,7 @@ def _try_engine(engine: str) -> tuple[Support, int]:
     except ModuleNotFoundError as error:
         if engine != "uring":
             return Support(False, (f"{error.name} is not built",), "build gdsload again"), 0
-        why = "this build has no io_uring: it was made without liburing 2.2 or newer"
+        why = "this build has no io_uring: it was made without liburing 2.3 or newer"
         return Support(False, (why,), "install liburing-dev and build again"), 0
     except ImportError as error:  # such as too many open files
         return Support(False, (f"{engine} cannot be opened: {error}",)), errno.EIO
