@@ -116,6 +116,29 @@ def test_first_reads_in_flight_are_few_if_they_are_large(
     assert pump.close(60.0)
 
 
+def test_closed_engine_pins_nothing_that_a_forked_child_knows() -> None:
+    if not (support := engines.try_engine("uring")).usable:
+        pytest.skip(str(support))
+
+    def pinned_kib() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if "VmPin" in line).split()[1])
+
+    before, region = pinned_kib(), Region.anonymous(1 << 20)
+    pump = Pump(engines.engine_capsule("uring", "auto"), 4, [(region.address, 1 << 20)])
+    if pinned_kib() == before:
+        pytest.skip("the limit of locked memory allows no registered buffer")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        assert pump.close(60.0)
+        assert pinned_kib() == before
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_reads_of_a_request_have_their_own_results(
     fd: int, faults: Faults, pump: Pump, path: Path
 ) -> None:

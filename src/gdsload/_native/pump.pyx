@@ -405,10 +405,16 @@ cdef void *serve(void *arg) noexcept nogil:
     cdef int64_t cancels_sent = 0
     cdef int taken, seen, wanted, cancelled, given_up, pause = 0
     cdef void *engine = NULL
-    # Without the lock: a driver may hang here, and the constructor gives up then.
-    cdef int broken = self.ops.open(
-        &engine, self.context, self.depth, self.buffers, self.buffer_count
-    )
+    cdef int broken
+    pthread_mutex_lock(&self.lock)
+    # If the constructor has given up, what the engine needs may be freed already.
+    broken = -ECANCELED if self.closing else 0
+    pthread_mutex_unlock(&self.lock)
+    if not broken:
+        # Without the lock: a driver may hang here, and the constructor gives up then.
+        broken = self.ops.open(
+            &engine, self.context, self.depth, self.buffers, self.buffer_count
+        )
     pthread_mutex_lock(&self.lock)
     self.engine, self.broken = engine, broken
     pthread_cond_broadcast(&self.settled)  # the constructor waits for the engine
@@ -529,7 +535,7 @@ cdef class Pump:
             try:
                 PyErr_CheckSignals()
             except BaseException:
-                self.close(1.0)  # the thread takes its reference to what the engine needs before
+                self.close(1.0)  # a thread that has not begun yet opens nothing then
                 raise
         if error:
             self.close(1.0)

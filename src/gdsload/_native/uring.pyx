@@ -39,6 +39,7 @@ cdef extern from "<liburing.h>" nogil:
     void io_uring_queue_exit(io_uring *)
     int io_uring_register_iowq_max_workers(io_uring *, unsigned *values)
     int io_uring_register_buffers(io_uring *, const iovec *, unsigned count)
+    int io_uring_unregister_buffers(io_uring *)
     io_uring_sqe *io_uring_get_sqe(io_uring *)
     void io_uring_prep_read(io_uring_sqe *, int fd, void *, unsigned length, uint64_t offset)
     void io_uring_prep_read_fixed(
@@ -185,6 +186,9 @@ cdef void cancel_uring(void *engine) noexcept nogil:
 
 cdef void close_uring(void *engine) noexcept nogil:
     cdef Uring *self = <Uring *>engine
+    if self.fixed_buffers and self.in_flight == 0:
+        # A forked child may hold the descriptor of the ring: the memory would stay pinned with it.
+        io_uring_unregister_buffers(&self.ring)
     io_uring_queue_exit(&self.ring)
     free(self)
 
