@@ -191,7 +191,7 @@ class ShardAccess:
         if self._remote:
             return "buffered"
         if self.cache != "auto":
-            return "buffered" if self.cache == "buffered" else "direct"
+            return "direct" if self.cache == "direct" else "buffered"
         opened = self._checkpoint.shards[shard]
         if shard not in self._residency:
             self._residency[shard] = page_cache.residency(opened.fd, opened.size)

@@ -23,12 +23,14 @@ from gdsload.backends.auto.backend import AutoBackend
 from gdsload.backends.auto.request import Part
 from gdsload.backends.auto.transfers import ragged_ends_apart
 from gdsload.backends.cufile.gds import GdsBackend
+from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
+from gdsload.system.storage import Storage
 from gpuauto import MIB, SMALL, keep, load, rates_are
 from gpucontract import DeviceMemory, suite
 from gpudoubles import CODE, STRANGE, Doubles
@@ -82,6 +84,24 @@ def test_warm_files_are_not_measured(doubles: Doubles, checkpoint: Path) -> None
     assert {path.partition("/")[0] for path in report.paths} == {"posix"}
     assert report.rates == {} and tuning_cache.entries() == []
     assert doubles.cufile_log["opens"] == 0
+
+
+def test_mapped_files_are_read_through_the_page_cache(doubles: Doubles, checkpoint: Path) -> None:
+    report = load(checkpoint, cache="mapped")
+    assert {path.rpartition("/")[2] for path in report.paths} == {"buffered"}
+    assert report.choice == "posix: all bytes come through the page cache"
+    assert report.rates == {} and doubles.cufile_log["opens"] == 0
+
+
+def test_depth_is_the_largest_of_the_candidates(doubles: Doubles, checkpoint: Path) -> None:
+    file = next(checkpoint.glob("*.safetensors"))
+    distant = OpenFile(str(file), -1, file.stat().st_size, storage=Storage("nfs4", 1 << 20, 256))
+    options = {**SMALL, "ring_bytes": 16 * MIB}
+    with PosixBackend(**options) as posix, AutoBackend("cuda:0", 1 << 30, **options) as auto:
+        before = posix.limits("cuda:0").depth
+        posix.register(distant)
+        auto.deregister(auto.register(distant))
+        assert auto.limits("cuda:0").depth == posix.limits("cuda:0").depth != before
 
 
 def test_changed_versions_are_measured_again(

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -33,6 +33,7 @@ from gdsload.backends.auto.backend import MOST_FAILURES, AutoBackend
 from gdsload.backends.auto.candidate import Candidate
 from gdsload.backends.auto.request import AutoRequest, Part
 from gdsload.backends.base import Failure, Registrations
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import PlacementError, ReadError, ShortRead
@@ -205,6 +206,22 @@ def test_failing_batches_fail_over_to_single_reads(
     report = load(checkpoint)
     assert report.failovers["gds -> gds_mt"] >= 3 * (64 << 10)
     assert report.backend == "gds_mt"
+
+
+def test_failover_names_the_backend_that_reads(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.3, gds=0.1)
+    load(checkpoint)
+
+    def refuse(backend: GdsMtBackend, what: object) -> NoReturn:
+        raise PlacementError("no room for a ring")
+
+    monkeypatch.setattr(GdsMtBackend, "register", refuse)
+    doubles.fault("event", CODE, 5044, skip=10, times=-1)
+    report = load(checkpoint)
+    assert report.failovers.keys() == {"gds -> posix"}
+    assert report.refusals["gds_mt"] == "no room for a ring"
 
 
 def test_hanging_read_is_read_by_the_next_backend(

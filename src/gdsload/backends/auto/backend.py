@@ -157,19 +157,25 @@ class AutoBackend(Backend):
         )
 
     def limits(self, device: str = "cpu") -> Limits:
-        """The largest read of any candidate; for the others it is split."""
+        """The largest read of any candidate, split for the others, and the largest depth."""
         with self._lock:
             if self._is_worth_cufile:
                 self._probe_others()
             candidates = self._candidates.values()
             found = [each.backend.limits(device) for each in candidates if not each.abandoned]
-            return max(found, key=lambda each: each.max_request)
+            largest = max(found, key=lambda each: each.max_request)
+            depth = max(each.depth for each in found)
+            return Limits(largest.max_request, largest.block, depth, largest.io_modes)
 
     def register(self, what: OpenFile | Memory) -> Registration:
-        """Candidates register it on first use."""
+        """Candidates register it on first use, but the last one registers files at once: the
+        storage of a file sets its depth."""
         if isinstance(what, Memory) and what.kind != VRAM:
             raise BackendUnavailable(f"'auto' into {self._device} does not reach {what.kind}")
-        return Registration(what, next(self._numbers))
+        number = next(self._numbers)
+        if isinstance(what, OpenFile):
+            self._candidates[LAST].files[number] = self.last.register(what)
+        return Registration(what, number)
 
     def deregister(self, registration: Registration) -> None:
         """Nothing to do: candidates deregister it when they are closed."""
@@ -378,9 +384,11 @@ class AutoBackend(Backend):
         self, request: AutoRequest, transfers: Sequence[Transfer], candidate: Candidate
     ) -> None:
         """Posts transfers that a candidate has not read on the next one."""
-        to = self._after(candidate)
-        self._failovers[f"{candidate.name} -> {to.name}"] += wanted_bytes_of(transfers)
-        self._post(request, sorted(transfers, key=lambda t: (t.tag, t.offset)), to)
+        ordered = sorted(transfers, key=lambda each: (each.tag, each.offset))
+        part = self._post(request, ordered, self._after(candidate))
+        if part is not None:
+            to = part.candidate.name
+            self._failovers[f"{candidate.name} -> {to}"] += wanted_bytes_of(transfers)
 
     def _after(self, candidate: Candidate) -> Candidate:
         """The candidate that reads what failed on this one."""
