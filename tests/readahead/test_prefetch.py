@@ -315,6 +315,18 @@ def test_stream_and_safe_open_claim(checkpoint: Path) -> None:
     assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
+def test_safe_open_that_nobody_closes_drops_the_rest(checkpoint: Path) -> None:
+    with gdsload.prefetch(checkpoint, **READ) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        opened = gdsload.safe_open(checkpoint)
+        name = "model.embed_tokens.weight"
+        assert torch.equal(opened.get_tensor(name), reference(checkpoint)[name])
+        assert [each.empty for each in claims.offered()] == [False]
+        del opened
+        gc.collect()
+        assert claims.offered() == []
+
+
 def test_rows_are_claimed_one_by_one(checkpoint: Path) -> None:
     name = "model.embed_tokens.weight"
     wanted = reference(checkpoint)[name]

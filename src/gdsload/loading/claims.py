@@ -155,7 +155,8 @@ class Offer:
     def empty(self) -> bool:
         """Whether nothing is left to claim. False until the offer is filled."""
         with self._lock:
-            rows = chain.from_iterable(self._free.values())
+            # A copy: a session that is collected meanwhile may drop some.
+            rows = chain.from_iterable(list(self._free.values()))
             return self._known.is_set() and not any(row.start < row.end for row in rows)
 
     def note_progress(self, idle_seconds: float = 0.0) -> None:
@@ -295,9 +296,8 @@ def offer(new: Offer) -> None:
 
 def withdraw(old: Offer) -> None:
     """Undoes `offer`. May be called again."""
-    with _lock:
-        if old in _offered:
-            _offered.remove(old)
+    with _lock, suppress(ValueError):
+        _offered.remove(old)
     old.clear()
 
 

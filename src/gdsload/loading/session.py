@@ -94,6 +94,15 @@ def require_room_to_plan(nbytes: int, limits: Limits) -> None:
         require_room(reads * PLANNED_READ_BYTES, "bytes are needed to plan the reads")
 
 
+def _drop_rest(offers: list[Offer], checkpoint: Checkpoint) -> None:
+    """Drops what is left of these offers: the load that has claimed from them has ended."""
+    for offer in offers:
+        offer.drop_rest(shard.original for shard in checkpoint.shards)
+        if offer.empty:
+            withdraw(offer)
+    offers.clear()
+
+
 class Session(quiesce.Holder):
     """The open files and the backend of one checkpoint. Close it after its last batch."""
 
@@ -153,6 +162,9 @@ class Session(quiesce.Holder):
         self._mapped: dict[int, Region] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
         self._offers: list[Offer] = []  # that ranges were claimed from
+        # Also for a `safe_open` that nobody closes.
+        self._drop_unclaimed = weakref.finalize(self, _drop_rest, self._offers, checkpoint)
+        self._drop_unclaimed.atexit = False
         # Batches whose reads may be in flight. A batch that is collected does not count any more.
         self.posted: weakref.WeakSet[Batch] = weakref.WeakSet()
         quiesce.register(self)
@@ -463,11 +475,7 @@ class Session(quiesce.Holder):
 
         A prefetch that this session claimed from may free the rest of these files.
         """
-        for offer in self._offers:
-            offer.drop_rest(shard.original for shard in self.checkpoint.shards)
-            if offer.empty:
-                withdraw(offer)
-        self._offers.clear()
+        self._drop_unclaimed()
         self.watch = nothing  # its owner may hold tensors
         quiesce.unregister(self)
         self.quiesce()
