@@ -167,6 +167,21 @@ def test_load_by_an_unknown_name_is_a_usage_error(
     assert said in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--option", "depth=8", "--option", "depth=64"], "depth"),
+        (["--engine", "threads", "--option", "engine=uring"], "engine"),
+    ],
+)
+def test_load_with_an_option_that_is_given_twice_is_a_usage_error(
+    words: list[str], name: str, tiny_checkpoint: Path
+) -> None:
+    result = run("load", tiny_checkpoint, *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"option '{name}' is given twice" in result.stderr
+
+
 def test_load_to_a_device_that_is_not_here_is_an_error(tiny_checkpoint: Path) -> None:
     result = run("load", tiny_checkpoint, "--device", "cuda:99")
     assert result.exit_code == 1

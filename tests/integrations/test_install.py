@@ -203,6 +203,23 @@ def test_run_stays_installed_for_threads_that_outlive_the_script(tmp_path: Path)
     assert done.stdout == "posix\n", done.stderr
 
 
+def test_run_with_an_empty_backend_uses_the_default(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "from gdsload.integrations.transformers import hooks\n"
+        "print(hooks.active().reading.backend)\n"
+    )
+    done = ran("-m", "gdsload", "run", str(tmp_path / "script.py"), GDSLOAD_BACKEND="")
+    assert done.stdout == "auto\n", done.stderr
+
+
+def test_run_with_an_unknown_backend_names_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('started')")
+    done = ran("-m", "gdsload", "run", str(tmp_path / "script.py"), GDSLOAD_BACKEND="steam")
+    assert (done.stdout, done.returncode) == ("", 1)
+    assert done.stderr.startswith("gdsload: GDSLOAD_BACKEND: backend 'steam': unknown")
+    assert done.stderr.count("\n") == 1
+
+
 def test_run_without_a_script_shows_the_usage() -> None:
     assert ran("-m", "gdsload", "run").stderr.startswith("Usage: gdsload run")
 

@@ -75,7 +75,7 @@ def load(
     **where: Any,
 ) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
-    settings = settings_of(options) | ({"engine": engine} if engine else {})
+    settings = settings_of([*options, *([f"engine={engine}"] if engine else [])])
     if trace:
         _require_writable(trace)
     names = terminal.chosen(patterns, layers, experts)
@@ -171,6 +171,8 @@ def settings_of(options: Iterable[str]) -> dict[str, Any]:
         key, equals, value = option.partition("=")
         if not key or not equals:
             raise click.UsageError(f"--option takes KEY=VALUE, not {option!r}")
+        if key in settings:
+            raise click.UsageError(f"option {key!r} is given twice")
         settings[key] = _value_of(value)
     return settings
 

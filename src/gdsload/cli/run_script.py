@@ -137,9 +137,9 @@ def run(arguments: Sequence[str]) -> None:
     if not arguments[module:]:
         raise _wrong(USAGE)
     try:
-        install(backend=os.environ.get("GDSLOAD_BACKEND", "auto"))
+        install(backend=os.environ.get("GDSLOAD_BACKEND") or "auto")
     except GdsloadError as error:
-        raise SystemExit(f"gdsload: {error}") from None
+        raise SystemExit(f"gdsload: GDSLOAD_BACKEND: {error}") from None
     sys.argv = list(arguments[module:])
     try:
         _run_main(module)
