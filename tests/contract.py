@@ -19,7 +19,7 @@ import pytest
 import descriptors
 from gdsload._native.memory import Region
 from gdsload.backends import DRAM, Backend, Memory, OpenFile, Registration, Support
-from gdsload.backends.base import Failure
+from gdsload.backends.base import NO_FILE, Failure
 from gdsload.planning.read_plan import Limits, Transfer
 
 BLOCK = 4096
@@ -292,9 +292,19 @@ class BackendContract:
         request = backend.prepare(self.reads(0), known, spaces)
         backend.post(request)
         self.finish(backend, request, len(self.reads(0)))
-        paths = backend.paths(request)
         backend.release(request)
+        paths = backend.paths(request)
         assert not paths or sum(paths.values()) == SIZE
+
+    def test_file_that_no_transfer_reads_may_be_none_of_register(
+        self, backend: Backend, files: list[OpenFile]
+    ) -> None:
+        known, memory, spaces = self.ready(backend, files)
+        request = backend.prepare(self.reads(1), [NO_FILE, known[1], NO_FILE], spaces)
+        backend.post(request)
+        self.finish(backend, request, len(self.reads(1)))
+        backend.release(request)
+        assert self.look(memory[1], 0, SIZE) == bytes_of(1)
 
     # Failures.
 

@@ -320,7 +320,8 @@ class Backend(ABC):
 
         Args:
             transfers: The reads. Their `shard` and `target` are positions in the next two lists.
-            files: Registered files.
+            files: Registered files. Where no transfer reads a file, the entry may be none of
+                `register`.
             memory: Registered memory.
 
         Returns:
@@ -342,7 +343,8 @@ class Backend(ABC):
     @abstractmethod
     def release(self, request: Any) -> None:
         """Ends a request, also one in flight. After it, nothing is written to memory that can be
-        freed: reads are cancelled, awaited, or the memory is kept alive."""
+        freed: reads are cancelled, awaited, or the memory is kept alive. `is_idle`, `paths` and
+        `facts` are called with the request afterwards."""
 
     def is_idle(self, request: Any) -> bool:
         """Whether nothing writes to the memory of a released request any more.
@@ -396,11 +398,12 @@ class Backend(ABC):
         return BackendStatus(self.name)
 
     def paths(self, request: Any) -> dict[str, int]:
-        """Bytes by I/O path, such as "posix/uring/direct". Empty if the backend does not know."""
+        """Bytes of a released request by I/O path, such as "posix/uring/direct". Empty if the
+        backend does not know."""
         return {}
 
     def facts(self, request: Any) -> Sequence[RequestFacts]:
-        """Counts and times of a request that has ended, for the report.
+        """Counts and times of a released request, for the report.
 
         A backend that stands for several returns one entry for each list of transfers that it gave
         to one of them. Empty if the backend does not know: then the report counts the transfers.
