@@ -91,8 +91,10 @@ class LoadReport:
             it, with `page_cache` "keep" or "drop", checksums or a host pool, into VRAM, from
             elsewhere, or by another engine than `threads`.
         paths: Bytes by I/O path, "backend/engine/mode", such as "posix/threads/direct"; of cuFile
-            what it did, such as "gds_mt/nvfs", "gds_mt/p2p" or "gds_mt/compat"; "gds_mt/uncounted"
-            if cuFile does not say whether it used its compatibility mode. "mapped": used from a
+            what it did: "gds_mt/nvfs" and "gds_mt/p2p" are native. "gds_mt/posix" is its
+            compatibility mode, and in native mode what is not aligned; "gds_mt/compat" the same
+            where cuFile counts nothing, "gds_mt/uncounted" if it does not say which it used.
+            "mapped": used from a
             mapping of the file, and not read by a backend. Its pages were in the page cache (98 %
             of a file, or single units of 2 MiB), or were read into it first (checkpoints of up to
             2 MiB), or are read when they are used (all with `cache="mapped"`, or if memory has no

@@ -41,7 +41,9 @@ class safe_open:
     """Opens a checkpoint and reads single tensors from it, like `safetensors.safe_open`.
 
     A tensor outlives the file, and a slice outlives the `with` block. Several threads may use one
-    object; their reads are done one after the other. It cannot be pickled or copied.
+    object; their reads are done one after the other. It cannot be pickled or copied. Torch tensors
+    of mapped files and of a host pool view the same memory if they are read again: what was written
+    to one is seen in the next.
 
     Args:
         filename: A file, a directory, an index file, or a model id, as for `load_file`.

@@ -1,8 +1,10 @@
 """Regions of host memory, and tensors that view them.
 
 A `Region` is an anonymous mapping to read into, or a private mapping of a file. `Region.view`
-returns a DLPack capsule: the tensor made from it shares the ownership of the region, and its pages go
-back to the system when it is freed, even if other tensors of the region live on.
+returns a DLPack capsule: the tensor made from it shares the ownership of the region. Anonymous pages
+go back to the system when the tensor is freed, even if other tensors of the region live on, unless
+they are of a host pool. Private copies of pages of a file, which a write makes, stay until the region
+is freed.
 """
 
 cimport cython
@@ -142,7 +144,7 @@ cdef class Region:
         )
         if mapped == MAP_FAILED:
             why = os.strerror(errno)
-            raise MemoryError(f"no address space for {length} bytes (ulimit -v limits it): {why}")
+            raise MemoryError(f"no address space for {length} bytes (ulimit -v limits it, or vm.overcommit_memory=2): {why}")
         # The rest at both ends costs address space only.
         self.region = new_region(mapped, whole + UNIT_BYTES, 1)
         self.region.base = mapped + (-<uintptr_t>mapped & (UNIT_BYTES - 1))

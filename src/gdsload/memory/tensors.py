@@ -1,8 +1,9 @@
 """Tensors that view host or device buffers.
 
-Every tensor holds a reference to its buffer: it outlives the loader, and its host pages return to
-the system when it is freed. torch is imported when the first tensor is made. Not responsible for
-the memory (`memory.host_buffers`, `memory.device_buffers`).
+Every tensor holds a reference to its buffer and outlives the loader. When it is freed, its host
+pages return to the system, unless it is small; those of a mapped file or of a host pool return with
+the last tensor of that memory. torch is imported when the first tensor is made. Not responsible
+for the memory (`memory.host_buffers`, `memory.device_buffers`).
 """
 
 from __future__ import annotations
