@@ -11,9 +11,7 @@ from . import layout, tables
 
 OURS = "gdsload"
 # What tables and targets use of each run.
-FACTS = (
-    "load_s", "cpu_s", "peak_rss_bytes", "touched_bytes", "read_bytes", "own_read_bytes",
-)  # fmt: skip
+FACTS = ("load_s", "cpu_s", "peak_rss_bytes", "touched_bytes", "read_bytes")
 TITLES = {
     "huge": "touched as huge pages",
     "small": "touched as small pages",
