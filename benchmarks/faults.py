@@ -492,7 +492,7 @@ class Server:
         # An engine that is forbidden, or whose trial read never ends, is not tried again.
         refused = why.startswith("BackendUnavailable: engine")
         forbidden = case.error == "EPERM" and case.call.startswith("io_uring")
-        remembered = refused and (forbidden or (case.lasting and "does not come back" in why))
+        remembered = refused and (forbidden or (case.lasting and "does not complete" in why))
         if again != "exact" and not remembered:
             wrong.append(f"the next load: {why}")
         # A thread that has been joined may still be seen for a moment.

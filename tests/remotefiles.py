@@ -1,4 +1,4 @@
-"""Files elsewhere that are in the memory of the test, and fail by script."""
+"""Remote files that are in the memory of the test, and fail by script."""
 
 from __future__ import annotations
 

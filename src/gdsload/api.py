@@ -139,9 +139,9 @@ def load_file(
             at least 0.9 of it is wanted, and `options` has neither "pages" nor "request_bytes".
             Otherwise it does not fill it, unless files cannot be opened for direct reads.
             "fill" is like "auto", but also for a smaller part and with these options.
-            "keep" reads past it where the filesystem has direct I/O and `cache` is not "buffered".
-            If the page cache has parts of a file already, the kernel may add pages next to them,
-            and a load that maps the file those that are absent, 2 % at most.
+            "keep" bypasses it where the filesystem supports direct I/O and `cache` is not
+            "buffered". If it already holds parts of a file, the kernel may add pages next to them,
+            and a load that maps the file adds the absent pages, at most 2 %.
             "drop" removes at the end of the load what was read through the page cache, except for
             bytes that were there before, and for mapped files. The kernel allows it only for files
             that the user owns or may write to; `report.refusals` names others.
@@ -470,7 +470,8 @@ class _Stream:
         except StopIteration:
             raise
         except BaseException as error:  # also Ctrl-C
-            # Otherwise it goes on: it was asked by an observer of its own, or by another thread.
+            # Otherwise the generator still runs: `next` was called by another thread, or by an
+            # observer of this stream.
             if self._tensors.gi_frame is None:  # type: ignore[attr-defined]
                 self._keep(error)
             raise

@@ -61,7 +61,7 @@ class LoadStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BackendChosen(Event):
-    """A backend was opened to read; again when another one reads, or for another reason.
+    """A backend was opened. Reported again if the backend, the engine or the reason changes.
 
     Attributes:
         backend: Its name.

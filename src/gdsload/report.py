@@ -74,7 +74,7 @@ class LoadReport:
             the page cache, units of 2 MiB that are wholly there are not read.
         ranks: The number of ranks that shared the reads, 0 if this process read alone.
         received_bytes: Bytes that this rank received from other ranks.
-        cached_bytes: Bytes of files elsewhere that the local cache had (`cache_dir` of a URL).
+        cached_bytes: Bytes of remote files that were in the local cache (`cache_dir` of a URL).
         requests: Number of read operations.
         short_reads: Number of short reads; each was continued.
         retries: Number of repeated operations.
@@ -84,12 +84,12 @@ class LoadReport:
         unverified_bytes: Bytes that were read with `verify`, and are in no block that was compared.
         filesystem: The type of the network or FUSE filesystem that was read, the scheme of the URL,
             such as "s3", or "".
-        depth: Reads in flight at most, 0 if nothing was read. Of more than 8, the engine `threads`
-            has half, at least 8, in the kernel at a time.
+        depth: Reads in flight at most, 0 if nothing was read. Above 8, the engine `threads` runs
+            half of them, but at least 8, in the kernel at the same time.
         page_cache: Whether the reads filled the page cache, and why, and about how much it held
-            before. "" if there was nothing to decide: nothing was read, or the load could not fill
-            it, with `page_cache` "keep" or "drop", checksums or a host pool, into VRAM, from
-            elsewhere, or by another engine than `threads`.
+            before. "" if there was nothing to decide: nothing was read; `page_cache` is "keep" or
+            "drop"; checksums or a host pool are in use; the load is to VRAM; the files are remote;
+            or the engine is not `threads`.
         paths: Bytes by I/O path, "backend/engine/mode", such as "posix/threads/direct"; of cuFile
             what it did: "gds_mt/nvfs" and "gds_mt/p2p" are native. "gds_mt/posix" is its
             compatibility mode, and in native mode what is not aligned; "gds_mt/compat" the same

@@ -225,7 +225,7 @@ class safe_open:
                     infos,
                     report.wanted_bytes,
                     self._device,
-                    past_cache="reading ahead would go beyond a slice" if parts else "",
+                    past_cache="read-ahead would read bytes outside the slice" if parts else "",
                 )
                 if self._session.verifier is None and report.verify != "size":
                     report.verified_bytes = report.wanted_bytes  # whole files, when it was opened

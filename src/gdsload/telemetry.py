@@ -115,7 +115,7 @@ def record_metrics(registry: CollectorRegistry | None = None) -> Callable[[], No
     | `gdsload_loads_total` | | loads that ended |
     | `gdsload_failed_loads_total` | `error` | loads that failed, by the type of error |
     | `gdsload_bytes_total` | `path` | bytes by I/O path |
-    | `gdsload_cached_bytes_total` | | bytes of files elsewhere that the local cache had |
+    | `gdsload_cached_bytes_total` | | bytes of remote files that the local cache had |
     | `gdsload_phase_seconds_total` | `phase` | seconds of each phase without the phases inside it |
     | `gdsload_refusals_total` | `name` | loads in which an alternative was refused |
     | `gdsload_failover_bytes_total` | `backends` | bytes that one backend failed to read |
@@ -159,7 +159,7 @@ def record_metrics(registry: CollectorRegistry | None = None) -> Callable[[], No
         loads = counter("loads", "Loads that ended")
         failed = counter("failed_loads", "Loads that failed", "error")
         nbytes_by = counter("bytes", "Bytes by I/O path", "path")
-        cached = counter("cached_bytes", "Bytes of files elsewhere that the local cache had")
+        cached = counter("cached_bytes", "Bytes of remote files that the local cache had")
         seconds_by = counter("phase_seconds", "Seconds by phase", "phase")
         refusals = counter("refusals", "Loads in which an alternative was refused", "name")
         failovers = counter("failover_bytes", "Bytes that one backend failed to read", "backends")

@@ -121,7 +121,9 @@ def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
     from gdsload._native.pump import set_throttle, throttle
 
     if bytes_per_second is not None and not 1 <= bytes_per_second < 1 << 63:
-        raise ValueError(f"{bytes_per_second} bytes per second is no rate; None removes the limit")
+        raise ValueError(
+            f"bytes_per_second={bytes_per_second} must be from 1 to 2**63 - 1, or None"
+        )
     rates = dict(zip(("all", "ahead"), throttle(), strict=True))
     if of not in rates:
         raise ValueError(f"of={of!r} must be one of {', '.join(rates)}")

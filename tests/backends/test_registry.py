@@ -92,7 +92,7 @@ MISFITS = {
     "strings": (Strings, "api_version"),
     "versionless": (Versionless, "api_version"),
     "nameless": (Nameless, "no name"),
-    "automatic": (Automatic, "no backend in particular"),
+    "automatic": (Automatic, '"auto" is reserved'),
     "abstract": (Abstract, "does not define check"),
     "function": (lambda: None, "not a subclass"),
 }

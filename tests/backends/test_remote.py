@@ -1,4 +1,4 @@
-"""The backend for files elsewhere, over files that are in memory and fail by script."""
+"""The backend for remote files, over files that are in memory and fail by script."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATA = random.Random(7).randbytes(3_000_000)
 
 
 class FilesElsewhere(BackendContract):
-    """The contract, with files elsewhere."""
+    """The contract, with remote files."""
 
     @pytest.fixture
     def files(self) -> list[OpenFile]:
@@ -410,7 +410,7 @@ print("done")
 
 
 def test_files_of_this_machine_are_refused(backend: RemoteBackend) -> None:
-    with pytest.raises(ReadError, match="no files of this machine"):
+    with pytest.raises(ReadError, match="only remote files"):
         backend.register(OpenFile("a.bin", 3, 10))
 
 

@@ -224,7 +224,7 @@ def test_first_answer_of_the_storage_is_the_latency_of_a_shard(
 
 
 def with_copies(opened: Opened, folder: Path, *names: str) -> dict[str, int]:
-    """Files elsewhere of these names have a copy in `folder`: its descriptors, by name."""
+    """Remote files of these names have a copy in `folder`: its descriptors, by name."""
     descriptors = {}
 
     def prepare(file: MemoryFile) -> None:

@@ -194,7 +194,8 @@ def test_options_of_reads_past_the_page_cache_are_kept(path: Path, options: Any)
     report = gdsload.last_report()
     assert io_modes(report) <= {"direct", "direct bounced"}
     assert (
-        report.page_cache == f"not filled: {next(iter(options))} in `options` are of reads past it"
+        report.page_cache
+        == f"not filled: options has {next(iter(options))}: only page_cache='fill' fills it then"
     )
     gdsload.load_file(path, options=options, page_cache="fill")
     assert io_modes(gdsload.last_report()) == {"mapped"}
@@ -279,7 +280,7 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
     got = gdsload.load_file(path, page_cache="fill")
     report = gdsload.last_report()
     assert io_modes(report) <= {"direct", "direct bounced"}
-    assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of 12,")
+    assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of the 12,")
     assert page_cache.resident_bytes(path) < report.wanted_bytes // 2
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
@@ -296,7 +297,7 @@ def test_file_that_has_no_room_in_memory_is_mapped(
     got = gdsload.load_file(path)
     report = gdsload.last_report()
     assert report.paths == {"mapped": report.wanted_bytes}
-    assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of 12,")
+    assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of the 12,")
     assert report.refusals["memory"].endswith("are missing; the files are mapped instead")
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
@@ -498,7 +499,7 @@ def test_report_of_an_open_file_says_what_its_reads_leave(path: Path) -> None:
     page_cache.evict(path)
     with gdsload.safe_open(path) as opened:
         _ = opened.get_slice("t2")[:1]
-        assert gdsload.last_report().page_cache.startswith("not filled: reading ahead")
+        assert gdsload.last_report().page_cache.startswith("not filled: read-ahead")
 
 
 def test_small_file_is_left_out_of_the_page_cache_if_the_caller_asks_for_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The local cache: files elsewhere are fetched once, and no fault of the cache changes a byte."""
+"""The local cache: remote files are fetched once, and no fault of the cache changes a byte."""
 
 from __future__ import annotations
 

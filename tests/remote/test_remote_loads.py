@@ -181,7 +181,7 @@ def test_load_does_not_take_over_another_version(
 def test_page_cache_tier_is_refused(url: str) -> None:
     with (
         gdsload.prefetch(url, tier="pagecache") as ahead,
-        pytest.raises(CheckpointError, match="files of this machine"),
+        pytest.raises(CheckpointError, match="local files only"),
     ):
         ahead.wait()
 
@@ -237,7 +237,7 @@ def test_cache_has_no_effect(url: str, wanted: Tensors, cache: str) -> None:
 
 
 def test_mapping_is_refused(url: str) -> None:
-    with pytest.raises(CheckpointError, match="only files of this machine can be mapped"):
+    with pytest.raises(CheckpointError, match="only local files can be mapped"):
         gdsload.load_file(url, cache="mapped")
 
 
@@ -251,7 +251,7 @@ def test_backend_of_files_is_refused(url: str) -> None:
 def test_backend_of_files_elsewhere_refuses_files(
     backend: str, cache: str, tiny_checkpoint: Path
 ) -> None:
-    with pytest.raises(BackendUnavailable, match="reads no files of this machine"):
+    with pytest.raises(BackendUnavailable, match="reads only remote files"):
         gdsload.load_file(tiny_checkpoint, backend=backend, cache=cache)
 
 

@@ -162,7 +162,7 @@ def test_wait_for_the_last_source_ends_with_the_file() -> None:
         reading = reader.submit(file.read, 0, 100)
         assert wait([reading], 0.2).not_done
         file.close()
-        with pytest.raises(GdsloadError, match="no source is left"):
+        with pytest.raises(GdsloadError, match="all sources failed"):
             reading.result(60)
         gate.set()
 

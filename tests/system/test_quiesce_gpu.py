@@ -106,9 +106,9 @@ def test_quiesce_with_hanging_driver_close_raises(
     monkeypatch.setattr(library, "CLOSE_SECONDS", 0.05)
     gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=BACKENDS[2][1])
     doubles.fault("cuFileDriverClose_v2", gpudoubles.HANG)
-    with pytest.raises(GdsloadError, match="cuFileDriverClose has not come back"):
+    with pytest.raises(GdsloadError, match="cuFileDriverClose has not returned"):
         gdsload.quiesce(1.0)
-    with pytest.raises(gdsload.BackendUnavailable, match="has not come back"):
+    with pytest.raises(gdsload.BackendUnavailable, match="has not returned"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=BACKENDS[2][1])
 
 

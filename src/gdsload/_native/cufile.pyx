@@ -198,7 +198,7 @@ cdef class CuFile:
         finally:
             release_call(call)
         if not done:
-            raise TimeoutError(f"{name} has not come back in {seconds:g} s")
+            raise TimeoutError(f"{name} has not returned in {seconds:g} s")
         self.require(name, answer)
         return handle
 

@@ -74,9 +74,9 @@ cdef struct EngineOps:
     # Others may write to their memory afterwards, which the pump never frees; nothing else that
     # they use may be freed.
     void (*close)(void *engine) noexcept nogil
-    # Takes back what reads hold that ended for the pump when they were cancelled, and in fact later.
-    # Returns the number of those that have not ended, or -errno of an engine that failed for good.
-    # NULL: reads end for the pump when they end.
+    # Reclaims the slots of cancelled reads that have really ended by now: for the pump they ended
+    # when they were cancelled. Returns the number of those that have not ended, or -errno of an
+    # engine that failed for good. NULL: no read ends for the pump before it has really ended.
     int (*take_back)(void *engine) noexcept nogil
 
 # Completions that wait for the next reap.

@@ -1,4 +1,4 @@
-"""The engine for files elsewhere: Python threads read ranges and copy the bytes to their memory.
+"""The engine for remote files: Python threads read ranges and copy the bytes to their memory.
 
     submit ─► waiting ─► worker: take, put each chunk, finish ─► done ─► reap
 

@@ -73,7 +73,7 @@ class OpenFile(NamedTuple):
             mode "direct" are then read by `fd`.
         block: Direct reads start and end on multiples of this many bytes.
         storage: The storage that it is on.
-        remote: The file elsewhere that is to be read; then there is no descriptor.
+        remote: The remote file to read; `fd` and `direct_fd` are then -1.
     """
 
     path: str
@@ -115,7 +115,7 @@ class Registration(NamedTuple):
 
 # The path of bytes that are used from a mapping of their file, which no backend has read.
 MAPPED_PATH = "mapped"
-# Of a file that an engine knows by its descriptors.
+# Handle of a file that the engine reads by its descriptors: it has no file numbers.
 NO_NUMBERS = (-1, -1)
 # In a request it takes the place of a file that none of the transfers read.
 NO_FILE = Registration(OpenFile("", -1, 0), NO_NUMBERS)

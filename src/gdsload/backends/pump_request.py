@@ -154,7 +154,7 @@ class PumpBackend(Backend):
         if not 0 < depth <= most_depth:
             raise ValueError(f"depth={depth!r}: from 1 to {most_depth} {reads} can be in flight")
         if (ring_bytes := self.settings["ring_bytes"]) < 0:
-            raise ValueError(f"ring_bytes={ring_bytes!r}: a size is not negative")
+            raise ValueError(f"ring_bytes={ring_bytes!r} must be at least 0")
 
     def _new_file_numbers(self) -> tuple[int, int]:
         """Numbers for the direct and the other descriptor of a file."""

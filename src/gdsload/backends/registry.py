@@ -30,7 +30,7 @@ BUILT_IN = {
     "posix": "gdsload.backends.posix:PosixBackend",
     "gds": "gdsload.backends.cufile.gds:GdsBackend",
 }
-# Those that read files elsewhere: each such file names its own, and nothing chooses between them.
+# Backends for remote files. Each file names its backend; `auto` never chooses between them.
 ELSEWHERE = {
     "object_store": "gdsload.backends.remote:RemoteBackend",
     "nixl": "gdsload.backends.remote:PeerBackend",
@@ -74,7 +74,7 @@ def misfit(backend: Any) -> str:
     if not _is_named(backend):
         return "it has no name"
     if backend.name == "auto":
-        return 'its name "auto" asks for no backend in particular'
+        return 'the name "auto" is reserved'
     try:
         major, minor = (operator.index(number) for number in backend.api_version)
     except (TypeError, ValueError):

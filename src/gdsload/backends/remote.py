@@ -1,4 +1,4 @@
-"""Backends for files elsewhere: object stores and peers.
+"""Backends for remote files: object stores and peers.
 
     RemoteFile.chunks ─ worker threads ─┬─► host memory
                                         └─► slot of the staging ring ─► device memory
@@ -106,7 +106,7 @@ class RemoteBackend(PumpBackend):
             return Registration(what, -1)
         if what.remote is None:
             raise ReadError(
-                f"{what.path}: backend {self.name!r} reads no files of this machine", path=what.path
+                f"{what.path}: backend {self.name!r} reads only remote files", path=what.path
             )
         self._adapt(what.storage)
         number, _ = self._new_file_numbers()
@@ -252,7 +252,7 @@ class FetchThreads:
                 if self.fetch.unreserve(missing - started) == 0:
                     why = "no thread can be started"
                     raise BackendUnavailable(
-                        f"files elsewhere cannot be read: {why}", {self._name: why}
+                        f"remote files cannot be read: {why}", {self._name: why}
                     )
                 return
 

@@ -449,7 +449,7 @@ def _shard_of(
 
 
 def _local_copies(shards: list[Shard]) -> list[Shard]:
-    """The copies of files elsewhere on this machine, if it has all of them; else `shards`."""
+    """The local copies of remote files, if the cache has all of them; else `shards`."""
     copies: list[Shard] = []
     filesystems: dict[int, str] = {}
     for shard in shards:

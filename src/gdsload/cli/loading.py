@@ -82,7 +82,7 @@ def load(
     with Checkpoint.open(source, **where) as checkpoint:
         paths = [shard.path for shard in checkpoint.shards]
         if cold and checkpoint.remote:
-            raise click.UsageError("--cold is for files of this machine")
+            raise click.UsageError("--cold is for local files")
     try:
         chosen = ReadSettings(backend, cache)
     except ValueError as error:  # they contradict each other

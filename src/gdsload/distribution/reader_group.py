@@ -1,4 +1,4 @@
-"""The ranks that read a checkpoint together, and what they say to each other.
+"""The ranks that read a checkpoint together, and the messages between them.
 
 Bytes in host memory and all messages about errors go through a gloo group of its own, whose
 time-out ends every wait; bytes in device memory go through NCCL. `dist.new_group` would name these

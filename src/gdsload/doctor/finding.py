@@ -79,7 +79,7 @@ class Diagnosis:
 
 _NAME_COLUMNS = 24  # longer names, such as paths, do not widen the column
 _CONCLUSIONS = (
-    f"Every path to DRAM works: reads by engine {ENGINES[0]}, into the page cache and past it.",
+    f"Every path to DRAM works: reads by engine {ENGINES[0]}, through the page cache and direct.",
     "Only slower paths to DRAM work: see the lines above that are not yes.",
     "No path to DRAM works: no engine can read here.",
 )

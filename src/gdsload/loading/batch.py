@@ -242,9 +242,9 @@ class Batch:
         if state == READING:
             idle_seconds = claim.batch.idle_seconds()
             if self._claim_watch.stalled(idle_seconds, self.session.stall_seconds):
-                reader = f"to the {'load' if anew else 'prefetch'} that reads tensor {name!r}"
+                context = f"in the {'load' if anew else 'prefetch'} that reads tensor {name!r}"
                 where = claim.range[1:]
-                raise stall_error(self.session.checkpoint, *where, idle_seconds, reader)
+                raise stall_error(self.session.checkpoint, *where, idle_seconds, context)
             return False
         if state == LOST:
             if anew:
@@ -319,7 +319,7 @@ class Batch:
         if (progress is None or progress.finished) and not self.complete:
             source = self.session.checkpoint.source
             raise ReadError(
-                f"{source}: the request ended with {self._arrived.count(0)} reads undone",
+                f"{source}: the request ended with {self._arrived.count(0)} reads unfinished",
                 path=source,
             )
 
@@ -429,11 +429,11 @@ class Batch:
         if stalled and not self.complete:
             transfer = self.plan.transfers[self._arrived.find(0)]
             where = transfer.shard, transfer.offset, transfer.wanted
-            reader = f"while {transfer.wanted} bytes at {transfer.offset} were read for tensor"
-            reader += f" {tensor_at(self.plan, transfer)!r}"
+            context = f"while {transfer.wanted} bytes at {transfer.offset} were read for tensor"
+            context += f" {tensor_at(self.plan, transfer)!r}"
             if progress.device_busy:
-                reader += f": it was read, and {self.session.device} is busy with other work"
-            raise stall_error(self.session.checkpoint, *where, idle_seconds, reader)
+                context += f": it was read, and {self.session.device} is busy with other work"
+            raise stall_error(self.session.checkpoint, *where, idle_seconds, context)
 
     def release(self) -> None:
         """Ends all reads, finished or not. May be called again."""

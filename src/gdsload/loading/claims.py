@@ -135,8 +135,8 @@ class Offer:
                     self._give_back(self._batch, self._free.pop(file, ()))
 
     def _give_back(self, batch: PrefetchBatch | None, rows: Iterable[OfferedRange]) -> None:
-        """Gives the pages of ranges back that were read, and that nobody takes: otherwise they
-        would stay as long as a tensor in the same memory. Ranges that are being read keep them."""
+        """Frees the pages of ranges that were read and not claimed: a tensor in the same region
+        would keep them otherwise. Ranges that are still being read keep their pages."""
         if self.device != "cpu" or batch is None:
             return
         for row in rows:
@@ -164,8 +164,8 @@ class Offer:
         self._progress_time = time.monotonic() - idle_seconds
 
     def await_filled(self, stall_seconds: float, watch: Callable[[], object] = nothing) -> bool:
-        """Waits until the offer is filled; False if its prefetch makes no progress for so long, or
-        if its thread asks, in a callback of the user. Calls `watch` from time to time.
+        """Waits until the offer is filled; False if its prefetch makes no progress for
+        `stall_seconds`, or if its own thread calls this. Calls `watch` from time to time.
 
         Raises LoadCancelled, and what `watch` raises.
         """
@@ -193,7 +193,7 @@ class Offer:
         return any((files[each.shard], each.offset, each.nbytes) in announced for each in ranges)
 
     def wait(self, seconds: float) -> bool:
-        """Waits so long until it is filled, or withdrawn: whether it is."""
+        """Waits up to `seconds` until it is filled or withdrawn; returns whether it is."""
         return self._known.wait(seconds)
 
     def stalled(self, stall_seconds: float) -> bool:
@@ -261,7 +261,7 @@ class Offer:
         self, file: Identity, wanted: ByteRange, *, mapped: bool = True, owned: bool = False
     ) -> Claim | None:
         """Claims a range if one free range contains it; None otherwise. Without `mapped`, ranges
-        in the page cache do not count; with `owned`, only memory counts that is of no file."""
+        in the page cache are skipped; with `owned`, views of mapped files are skipped."""
         with self._lock:
             index = self._find(file, wanted)
             if index < 0 or self._batch is None:

@@ -1,11 +1,11 @@
-"""Loads into the memory of a GPU. Tensors are taken from torch's allocator in file order, and a
-staging ring brings their bytes. Ranges that a prefetch has read into blocks of the device become
-tensors where they are.
+"""Loads into the memory of a GPU. Tensors come from torch's allocator, in file order; a staging
+ring fills them. Ranges that a prefetch has read into blocks of the device become tensors without
+a copy.
 
     slices ──► DeviceTensors: a torch tensor each ──► targets of the plan as shares ──► DeviceBatch
 
 torch's allocator carves tensors that are asked for one after the other out of one block, if it has
-one. Tensors that are neighbours in the file are then neighbours on the device, and one copy brings
+one. Tensors that are neighbours in the file are then neighbours on the device, and one copy fills
 several of them. Each is still freed on its own.
 
 Not responsible for: the staging ring (`backends`), blocks of the device (`memory.device_buffers`).
@@ -51,7 +51,7 @@ FIRST_BYTES = 64 << 20
 FIRST_TENSORS = 128
 # With its first read a backend may take this much of a device: rings of VRAM, and cuFile itself.
 BACKEND_BYTES = 512 << 20
-LEAST_BYTES = 1 << 20  # of the group after it: all tensors before may be empty
+LEAST_BYTES = 1 << 20  # limit of the second group if the first one has only empty tensors
 UNKNOWN_BYTES = 1 << 62  # an allocator does not tell what it can reuse
 # When one slice is copied from host memory, up to this many slices after it are copied as well.
 COPIED_AT_ONCE = 256

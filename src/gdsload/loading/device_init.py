@@ -87,7 +87,7 @@ class DeviceInit(quiesce.Holder):
         from gdsload.backends.auto.backend import AutoBackend
 
         # Warm bytes pass through this pipeline, whichever backend reads the cold ones.
-        with AutoBackend(self._device, **self._options).last as backend:
+        with AutoBackend(self._device, **self._options).fallback as backend:
             open_for(backend, self._device)
 
     def reached(self, backend: str) -> str:

@@ -5,7 +5,7 @@ cache      wholly in the page cache      partly, or not at all
                                          otherwise buffered where warm, direct where cold
 others     as the name says, whatever the page cache holds
 
-Files elsewhere, such as in an object store, are not in the page cache and are never mapped.
+Remote files, such as in an object store, are not in the page cache and are never mapped.
 
 Not responsible for: whether reads of a backend fill the page cache (`page_cache_fill`), which bytes
 are read (`session`), and mapping them (`memory.host_buffers`).
@@ -76,7 +76,7 @@ class ShardAccess:
         if self._remote and settings.cache == "mapped":
             title = checkpoint.source
             raise CheckpointError(
-                f"{title}: cache='mapped', but only files of this machine can be mapped", path=title
+                f"{title}: cache='mapped', but only local files can be mapped", path=title
             )
         self.cache = settings.cache
         self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)
@@ -159,12 +159,12 @@ class ShardAccess:
     def _completed(
         self, shard: int, ranges: Sequence[ByteRange], merged: Sequence[MergedRange]
     ) -> bool:
-        """Reads absent pages of ranges that are mostly in the page cache: where the load copies, a
-        disk that fails on one would end it by SIGBUS. Asking about all pages of a large range takes
-        too long for a load that copies nothing: that is for tensors at odd addresses. Windows of a
-        `WindowWriter` are no large ranges.
+        """Reads the absent pages of ranges that are mostly in the page cache: a copy from a mapping
+        would end the process by SIGBUS if the disk failed on such a page. Large ranges are checked
+        only if the load copies from them (tensors at unaligned offsets): asking about each of their
+        pages takes too long otherwise. Windows of a `WindowWriter` are never large.
 
-        False if one cannot be read: a backend's read then tells the error.
+        False if a page cannot be read: the backend then reads the shard and reports the error.
         """
         opened = self._checkpoint.shards[shard]
 

@@ -6,8 +6,8 @@ page_cache   fills the page cache
              enough, and no option is of reads past the page cache
 others       never
 
-Reads into windows, from which tensors are copied or cast, fill it only while these copies wait for
-the storage: else they are faster past it, through memory that is used again (`window_writer`).
+Loads that copy or cast from read windows fill it only while the copies wait for storage. Otherwise
+reads into reused buffers are faster (`window_writer`).
 
 A load that fills it leaves the bytes to processes that load them later, or at the same time. It
 takes no more memory than one into buffers, and hardly longer than direct reads (`_native.mapped`).
@@ -53,7 +53,7 @@ REPORTED_SHARE = 0.01
 ONLY_SOME = "filled by some reads only"
 # The report of a load that had to read through it.
 THROUGH = "filled: direct reads are refused"
-# Options of the backend posix that only reads past the page cache have.
+# With one of these options, page_cache="auto" bypasses the page cache; "fill" still fills it.
 PAST_OPTIONS = frozenset({"pages", "request_bytes"})
 
 
@@ -88,8 +88,8 @@ class PageCacheFill:
         self._through = ""  # the same, if direct reads of a file are refused
 
     def active(self, past_cache: str = "") -> bool:
-        """Whether reads fill the page cache. `past_cache`: why they had better not, which does not
-        count if the caller asked for it."""
+        """Whether reads fill the page cache. `past_cache`: why they should bypass it; ignored if
+        the caller passed page_cache="fill"."""
         return bool(self._decided) and (self._asked or not past_cache)
 
     def note(self, report: LoadReport, past_cache: str = "") -> None:
@@ -154,7 +154,7 @@ class PageCacheFill:
     def _why_not(self, nbytes: int, beside_bytes: int) -> str:
         shards = self._checkpoint.shards
         if self._checkpoint.remote:
-            return "the files are not on this machine"
+            return "the files are remote"
         if self._cache != "auto":
             return f"cache={self._cache!r}"
         if distant := next((each.filesystem for each in shards if each.distant), ""):
@@ -163,7 +163,7 @@ class PageCacheFill:
         if available is not None and nbytes * ROOM_SHARE + beside_bytes > available:
             self.lacks_room = True
             beside = f" and {beside_bytes:,} for parameters" if beside_bytes else ""
-            return f"{nbytes:,} bytes{beside} leave too little of {available:,} available bytes"
+            return f"{nbytes:,} bytes{beside} leave too little of the {available:,} available bytes"
         if "fuseblk" in map(kind_of_device, {shard.identity.dev for shard in shards}):
             return "fuseblk may drop the pages of a file that is opened again"
         return ""
@@ -174,5 +174,5 @@ class PageCacheFill:
         if nbytes < FILL_SHARE * self._total_bytes:
             return f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
         if self._past:
-            return f"{', '.join(self._past)} in `options` are of reads past it"
+            return f"options has {', '.join(self._past)}: only page_cache='fill' fills it then"
         return ""

@@ -45,12 +45,12 @@ def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> Read
 
 
 def stall_error(
-    checkpoint: Checkpoint, shard: int, offset: int, wanted: int, idle_seconds: float, reader: str
+    checkpoint: Checkpoint, shard: int, offset: int, wanted: int, idle_seconds: float, context: str
 ) -> StallError:
-    """The error for bytes of which none has been read for too long; `reader` ends the message."""
+    """The error for bytes of which none has been read for too long; `context` ends the message."""
     path = checkpoint.shards[shard].path
     return StallError(
-        f"{path}: no byte has come for {idle_seconds:.0f} s {reader}",
+        f"{path}: no byte has arrived for {idle_seconds:.0f} s {context}",
         path=path,
         offset=offset,
         wanted=wanted,

@@ -71,7 +71,7 @@ def verifier_of(
 
 
 def remote_backend_of(checkpoint: Checkpoint) -> str:
-    """The name of the backend that reads a checkpoint elsewhere; "" for files of this machine."""
+    """The name of the backend that reads a remote checkpoint; "" for local files."""
     remote = checkpoint.shards[0].remote  # then all are elsewhere
     return "" if remote is None else remote.backend
 
@@ -138,7 +138,7 @@ class Session(quiesce.Holder):
 
         Raises:
             BackendUnavailable: A backend that was asked for by name does not work here.
-            CheckpointError: Files elsewhere are to be mapped.
+            CheckpointError: Remote files are to be mapped.
         """
         cache = settings.cache
         self._access = ShardAccess(checkpoint, report, settings)
@@ -177,8 +177,8 @@ class Session(quiesce.Holder):
 
     @contextmanager
     def reporting_to(self, report: LoadReport) -> Iterator[None]:
-        """Goes on with another report in the block, which may be inside of such a block: an
-        observer of a read may read as well. What is true of all reads is noted there, too."""
+        """Uses another report inside the block. Blocks may be nested, since an observer of a read
+        may read too. The choice, rates and refusals so far are copied to the new report."""
         before = self.report
         self._report_to(report)
         try:
@@ -217,9 +217,9 @@ class Session(quiesce.Holder):
             wanted = "auto"  # the local cache has all of what it would read
         why = ""
         if self._remote and wanted not in ("auto", self._remote):
-            why = f"these files are not on this machine: backend {self._remote!r} reads them"
+            why = f"these are remote files: backend {self._remote!r} reads them"
         elif wanted in ELSEWHERE and not self._remote:
-            why = "it reads no files of this machine"
+            why = "it reads only remote files"
         if why:
             text = f"backend {wanted!r}: {self.report.source}: {why}"
             raise BackendUnavailable(text, {wanted: why})

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
 WINDOW_BYTES = 32 << 20
 AHEAD_BYTES = 128 << 20
-NO_WAITING = "copies do not wait for the storage"  # then its pages would cost time
+NO_WAITING = "copies do not wait for the storage"  # filling the page cache would only cost time
 
 
 class CopyPart(NamedTuple):
@@ -224,8 +224,8 @@ class WindowWriter:
                 target.copy_(tensor if part.index is None else tensor[part.index])
 
     def _shares_twin(self, part: CopyPart, copy: Copy | None) -> bool:
-        """Whether the memory of a twin has what `copy` would write, and stands for this part. If it
-        does no longer, the tensor gets memory of its own."""
+        """Whether a tied tensor already has the bytes that `copy` would write, so that this part
+        may share its memory. If it no longer has them, the tensor gets memory of its own."""
         return False
 
     def _copy_of(self, part: CopyPart, target: torch.Tensor, view: BufferView) -> Copy | None:

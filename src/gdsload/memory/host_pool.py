@@ -178,7 +178,7 @@ class HostPool(quiesce.Holder):
 
     def __init__(self, limit_bytes: int, *, pinned: bool | None = None) -> None:
         if limit_bytes < 1:
-            raise ValueError(f"a pool of {limit_bytes} bytes holds nothing")
+            raise ValueError(f"limit_bytes={limit_bytes!r} must be at least 1")
         self.pid = os.getpid()
         self.limit_bytes = limit_bytes
         self.notes: list[str] = []  # refusals

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 10.0
 _SLAB_ALIGN = 64 << 10  # cuFile needs 4 KiB; GPUs map memory in units of this
 
-# How often, and after how long, a ring is asked again whether reads that hang keep its slots.
+# Number of further checks whether reads that hang keep slots of a ring, and the time between them.
 _LOOKS, _LOOK_SECONDS = 3, 0.002
 
 # Registers a slab of VRAM (address, bytes), adds refusals to the notes of the ring, and returns the
@@ -135,7 +135,7 @@ class StagingRing(quiesce.Holder):
             self._undo.append(partial(_release, device.release_host, found))
             address = device.allocate_host(self.nbytes, found)
             self.native, self.address = Ring(address, slot_bytes, count), address
-            self.notes.append(f"its memory is the driver's, as ours cannot be pinned: {error}")
+            self.notes.append(f"allocated by the driver: own memory cannot be pinned: {error}")
 
     def park(self, kind: object, pipeline: StagingPipeline) -> None:
         """Keeps an idle pipeline for the next load that needs one of this kind. It is closed
@@ -340,7 +340,7 @@ def ring_for(
 
 def _refuse_at_exit() -> None:
     if lifecycle.is_ending():
-        raise PlacementError("no staging ring is made any more: the process ends")
+        raise PlacementError("no staging ring can be made: the process ends")
 
 
 def _fitting(

@@ -145,7 +145,7 @@ class Receiving:
 
     def _watch(self) -> None:
         if self._stopping:
-            raise _Stopped("not all bytes have arrived: the server does not serve them any more")
+            raise _Stopped("the server stopped serving before all bytes had arrived")
 
     def start(self, arrived: Arrived, ended: Callable[[str], None]) -> None:
         """Waits in a thread of its own. It needs a manifest.

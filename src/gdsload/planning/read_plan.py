@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Byte ranges are read together if the gap between them is at most this: at 2 to 14 GB/s it costs 5
 # to 30 us, as much as one more request (benchmarks/gap.py).
 GAP_BYTES = 64 << 10
-# The same for files elsewhere, where a request is a round trip. Not measured beyond loopback.
+# The same for remote files, where a request is a round trip. Not measured beyond loopback.
 REMOTE_GAP_BYTES = 1 << 20
 # Merged ranges with a larger gap do not share a target: address space is cheap, but a system that
 # does not overcommit counts it.

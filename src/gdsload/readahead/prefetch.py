@@ -223,9 +223,7 @@ class Prefetch(quiesce.Holder):
         ranges = byte_ranges_of(checkpoint, self._names)
         if self.tier == "pagecache":
             if checkpoint.remote:
-                raise CheckpointError(
-                    f"{self.source}: tier='pagecache' is for files of this machine"
-                )
+                raise CheckpointError(f"{self.source}: tier='pagecache' is for local files only")
             wanted, ranges = ranges, fitting(ranges, self._limit_bytes)
             if self._limit_bytes is None:
                 self._left_out_bytes = bytes_of(wanted) - bytes_of(ranges)
@@ -305,8 +303,8 @@ class Prefetch(quiesce.Holder):
                 )
 
     def _goes_on(self, *_: object) -> None:
-        """Called after each step of opening, and while bytes are compared: loads go on waiting.
-        Raises PrefetchCancelled if it is to end."""
+        """Notes progress, after each step of opening and while bytes are compared, so that loads go
+        on waiting. Raises PrefetchCancelled after `cancel` or `close`."""
         if self._state not in (OPENING, READING):
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         self._offer.note_progress()
@@ -339,8 +337,8 @@ class Prefetch(quiesce.Holder):
         return mine, others
 
     def _waiting(self) -> list[Prefetch]:
-        """Itself, and those whose threads may wait for it: a callback of one has started it, or has
-        started the one whose callback has."""
+        """This prefetch, and all whose callbacks started it, directly or not: to wait for one of
+        them would be a deadlock."""
         found: Prefetch | None = self
         waiting: list[Prefetch] = []
         while found is not None and found not in waiting:
@@ -406,7 +404,7 @@ class Prefetch(quiesce.Holder):
         self.report.end()
 
     def _landed_of(self, batch: PrefetchBatch) -> int:
-        """Bytes that are wanted and have landed. Reads may include gaps between wanted bytes."""
+        """Wanted bytes that were read. Reads may include gaps between wanted bytes."""
         to_read_bytes = self._wanted_bytes - self._left_out_bytes - self._warm_bytes
         return self._warm_bytes + batch.landed_bytes * to_read_bytes // (batch.plan.read_bytes or 1)
 

@@ -82,7 +82,7 @@ class PrefetchBatch(Batch):
         with taken(self._lock) as mine:
             if mine:
                 return self._look()
-            self._idle_seconds = 0.0  # not asked: an old silence must not count twice
+            self._idle_seconds = 0.0  # not asked: an old idle time must not count again
             return False
 
     def _look(self) -> bool:

@@ -1,1 +1,1 @@
-"""Files that are not on this machine: object stores, peers, and several sources of one file."""
+"""Remote files: object stores, peers, and several sources of one file."""

@@ -154,7 +154,7 @@ class RemoteFile(ABC):
                 note_progress()
             if not before < got <= length:
                 raise self.error(
-                    f"{got - before} bytes came instead of {length - before}",
+                    f"{got - before} bytes arrived instead of {length - before}",
                     offset=offset,
                     wanted=length,
                     got=before,

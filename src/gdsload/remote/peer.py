@@ -280,7 +280,7 @@ class PeerDirectory(RemoteDirectory):
             if answer["wait"] != arrived:
                 arrived, deadline = answer["wait"], time.monotonic() + TURN_SECONDS
         raise RemoteError(
-            f"{self.path}: the peer is busy: no turn to read in {TURN_SECONDS:.0f} s",
+            f"{self.path}: the peer is busy: it admitted no read within {TURN_SECONDS:.0f} s",
             path=self.path,
         )
 
@@ -462,7 +462,7 @@ def _meaning(refusal: _Refused) -> str:
     known = {
         "changed": "the source serves another version now, or none",
         "withdrawn": "the source serves nothing at present",
-        "expired": "the source gave the turn of this read to others",
+        "expired": "the source's ticket for this read has expired",
     }
     why, *texts = refusal.args
     if why == "failed":

@@ -196,7 +196,7 @@ class ReplicaFile(RemoteFile):
 
     def _nobody(self) -> RemoteError:
         reasons = "; ".join(f"{name}: {why}" for name, why in self._sources.refusals.items())
-        return self.error(f"no source is left: {reasons}", errno=errno.EIO, final=True)
+        return self.error(f"all sources failed: {reasons}", errno=errno.EIO, final=True)
 
     def chunks(self, offset: int, length: int) -> Iterator[Any]:
         done, before = 0, ""

@@ -37,7 +37,7 @@ _V2: _Names = ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current"
 
 
 class _Filling:
-    """Memory of a load that is being read. What it has not touched yet is as good as taken."""
+    """Memory of a running load. Pages that it has not touched yet count as used."""
 
     def __init__(self, lengths: Mapping[Region, int], nbytes: int) -> None:
         self._lengths = WeakKeyDictionary(lengths)  # a region that nobody has goes by itself
@@ -48,7 +48,7 @@ class _Filling:
             self._lengths.pop(region, None)
 
     def most_bytes(self) -> int:
-        """As many at most: looking at each page of many takes milliseconds. 0: it has ended."""
+        """An upper bound without a look at each page, which takes milliseconds. 0: it has ended."""
         return max(sum(self._lengths.values()) - self._unread_bytes, 0)
 
     def promised_bytes(self) -> int:

@@ -105,7 +105,7 @@ def capture_relaxed(device_name: str) -> Iterator[None]:
 
 def _refuse_at_exit() -> None:
     if lifecycle.is_ending():
-        raise BackendUnavailable("CUDA is not started any more: the process ends")
+        raise BackendUnavailable("CUDA cannot be started: the process ends")
 
 
 def _end() -> None:

@@ -561,10 +561,10 @@ def test_hanging_call_does_not_block_release(
 def test_hanging_open_is_final(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "OPEN_SECONDS", 0.05)
     doubles.fault("cuFileDriverOpen", HANG)
-    with pytest.raises(BackendUnavailable, match="has not come back"):
+    with pytest.raises(BackendUnavailable, match="has not returned"):
         library.opened("cuda:0", False)
     calls = doubles.cufile.double_calls()
-    with pytest.raises(BackendUnavailable, match="has not come back"):
+    with pytest.raises(BackendUnavailable, match="has not returned"):
         library.opened("cuda:0", True)
     assert doubles.cufile.double_calls() == calls, "it was called again"
 
@@ -589,11 +589,11 @@ def test_hanging_ring_registration_is_abandoned(
 
     monkeypatch.setattr(library.Driver, "register_buffer", impatient)
     doubles.fault("cuFileBufRegister", HANG)
-    with kind(**SMALL) as backend, pytest.raises(PlacementError, match="has not come back"):
+    with kind(**SMALL) as backend, pytest.raises(PlacementError, match="has not returned"):
         Load(backend, file)
-    assert "cuFileBufRegister has not come back" in str(library.support("cuda:0", True))
+    assert "cuFileBufRegister has not returned" in str(library.support("cuda:0", True))
     calls = doubles.cufile.double_calls()
-    with kind(**SMALL) as backend, pytest.raises(BackendUnavailable, match="has not come back"):
+    with kind(**SMALL) as backend, pytest.raises(BackendUnavailable, match="has not returned"):
         Load(backend, file)
     assert doubles.cufile.double_calls() == calls, "cuFile was called again"
     with pytest.raises(GdsloadError, match="cannot be closed"):
@@ -611,7 +611,7 @@ def test_hanging_file_registration_is_abandoned(
     doubles.fault("cuFileHandleRegister", HANG)
     with (
         kind(**SMALL) as backend,
-        pytest.raises(BackendUnavailable, match="cuFileHandleRegister has not come back"),
+        pytest.raises(BackendUnavailable, match="cuFileHandleRegister has not returned"),
     ):
         backend.register(file)
     assert not library.support("cuda:0", False).usable

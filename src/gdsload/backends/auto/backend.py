@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from gdsload._native.pump import throttle
 from gdsload.backends import registry
-from gdsload.backends.auto.benchmark import LAST, Benchmark
+from gdsload.backends.auto.benchmark import FALLBACK, Benchmark
 from gdsload.backends.auto.candidate import Candidate
 from gdsload.backends.auto.request import AutoRequest, Part, path_of
 from gdsload.backends.auto.transfers import ragged_ends_apart, wanted_bytes_of
@@ -48,7 +48,7 @@ from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
 
-FAILOVER = ("gds", "gds_mt", LAST)  # the order in which candidates read failed transfers again
+FAILOVER = ("gds", "gds_mt", FALLBACK)  # the order in which candidates read failed transfers again
 # Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
 WORTH_CUFILE_BYTES = 1 << 30
 # A candidate is abandoned after this many failed transfers.
@@ -74,7 +74,7 @@ class AutoBackend(Backend):
     name: ClassVar[str] = "auto"
 
     def __init__(self, device: str = "cuda:0", wanted_bytes: int = 0, **options: Any) -> None:
-        """Makes the last candidate; it is not opened yet.
+        """Makes the fallback; it is not opened yet.
 
         Args:
             device: The device to load into.
@@ -82,7 +82,7 @@ class AutoBackend(Backend):
             **options: Options, for those candidates that have them.
 
         Raises:
-            BackendUnavailable: The last candidate cannot work with its options.
+            BackendUnavailable: The fallback cannot work with its options.
             TypeError: No candidate has such an option.
             ValueError: ``allow_compat`` is set.
         """
@@ -95,11 +95,11 @@ class AutoBackend(Backend):
         self._device, self._wanted, self._asked = device, wanted_bytes, 0
         self._options, self._refusals = options, dict[str, str]()
         kinds = {name: registry.built_in(name) for name in registry.BUILT_IN}
-        others = {name: kind for name, kind in kinds.items() if name != LAST}
-        last = kinds[LAST]
+        others = {name: kind for name, kind in kinds.items() if name != FALLBACK}
+        fallback = kinds[FALLBACK]
         foreign = registry.options_for_vram_alone()
         own = {key: value for key, value in options.items() if key not in foreign}
-        self._candidates, self._unprobed = {LAST: Candidate(last(**own))}, others
+        self._candidates, self._unprobed = {FALLBACK: Candidate(fallback(**own))}, others
         self._requests: list[AutoRequest] = []
         self._failovers: Counter[str] = Counter()  # bytes, by "from -> to"
         self._benchmark: Benchmark | None = None
@@ -113,15 +113,15 @@ class AutoBackend(Backend):
 
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
-        return registry.built_in(LAST).probe(device)
+        return registry.built_in(FALLBACK).probe(device)
 
     @property
-    def last(self) -> Backend:
-        """The backend of the last candidate. It reads what is in the page cache."""
-        return self._candidates[LAST].backend
+    def fallback(self) -> Backend:
+        """The backend of the fallback. It reads what is in the page cache."""
+        return self._candidates[FALLBACK].backend
 
     def _probe_others(self) -> None:
-        """Probes the candidates besides the last one, once. None is opened."""
+        """Probes the candidates besides the fallback, once. None is opened."""
         kinds, self._unprobed = self._unprobed, {}
         for name, kind in kinds.items():
             if foreign := self._options.keys() - registry.names_of_options(kind):
@@ -137,7 +137,7 @@ class AutoBackend(Backend):
         return max(self._wanted, self._asked) >= WORTH_CUFILE_BYTES or library.is_open()
 
     def status(self) -> BackendStatus:
-        name, why, rates = LAST, self._why, dict[str, float]()
+        name, why, rates = FALLBACK, self._why, dict[str, float]()
         if (benchmark := self._benchmark) is not None:
             name, why, rates = benchmark.best, benchmark.why, benchmark.rates
         refusals = self._refusals.copy()
@@ -168,13 +168,13 @@ class AutoBackend(Backend):
             return Limits(largest.max_request, largest.block, depth, largest.io_modes)
 
     def register(self, what: OpenFile | Memory) -> Registration:
-        """Candidates register it on first use, but the last one registers files at once: the
+        """Candidates register it on first use, but the fallback registers files at once: the
         storage of a file sets its depth."""
         if isinstance(what, Memory) and what.kind != VRAM:
             raise BackendUnavailable(f"'auto' into {self._device} does not reach {what.kind}")
         number = next(self._numbers)
         if isinstance(what, OpenFile):
-            self._candidates[LAST].files[number] = self.last.register(what)
+            self._candidates[FALLBACK].files[number] = self.fallback.register(what)
         return Registration(what, number)
 
     def deregister(self, registration: Registration) -> None:
@@ -182,7 +182,7 @@ class AutoBackend(Backend):
 
     def follow(self, device: str, stream: int) -> bool:
         """Applies to requests that this thread prepares from now on, whenever they are posted. The
-        last candidate waits for the stream if it cannot order its copies."""
+        fallback waits for the stream if it cannot order its copies."""
         if device != self._device:
             return False
         self._followed.stream = stream
@@ -214,16 +214,16 @@ class AutoBackend(Backend):
             if not cold:
                 self._why = self._why or "all bytes come through the page cache"
             elif not self._is_worth_cufile:
-                self._why = f"less than {WORTH_CUFILE_BYTES:,} bytes do not repay opening cuFile"
+                self._why = f"less than {WORTH_CUFILE_BYTES:,} bytes: opening cuFile takes too long"
                 warm, cold = request.transfers, []
             if warm:
-                self._post(request, warm, self._candidates[LAST])
+                self._post(request, warm, self._candidates[FALLBACK])
             if cold:
                 if self._benchmark is None:
                     # A checkpoint is on one storage: that of its first file.
                     self._benchmark = self._new_benchmark(path_of(request, cold[0]))
                 ends: list[Transfer] = []
-                if self._benchmark.choice != LAST:
+                if self._benchmark.choice != FALLBACK:
                     # cuFile may read them by POSIX, also in native mode: its counts of such reads
                     # would tell nothing about its mode.
                     cold, ends = ragged_ends_apart(cold, request.files)
@@ -240,14 +240,14 @@ class AutoBackend(Backend):
         names = [name for name in registry.BUILT_IN if name in self._candidates]
         ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
         rings = {each.kind for each in staging_ring.rings(ordinal=ordinal)}
-        ready = [name for name in names if (DRAM if name == LAST else VRAM) in rings]
+        ready = [name for name in names if (DRAM if name == FALLBACK else VRAM) in rings]
         found = Benchmark(names, path, self._device, nbytes, ready, self._options)
         for name in names:
             if found.rates.get(name) == 0.0:
                 self._refusals[name] = f"it failed when it was {found.why}"
-        if not found.choice:  # all will be measured, the last one first
+        if not found.choice:  # all will be measured, the fallback first
             for name in names:
-                if name != LAST:
+                if name != FALLBACK:
                     self._candidates[name].start_opening(self._device)
         return found
 
@@ -286,9 +286,9 @@ class AutoBackend(Backend):
 
     def _close_losers(self, choice: str) -> None:
         """Closes candidates that the load does not need, after its last transfers were posted and
-        while they are read. The last candidate stays, for transfers from the page cache and for
+        while they are read. The fallback stays, for transfers from the page cache and for
         failover."""
-        needed = {LAST, choice, *(part.candidate.name for _, part in self._active())}
+        needed = {FALLBACK, choice, *(part.candidate.name for _, part in self._active())}
         for name, candidate in self._candidates.items():
             if choice and candidate.files and candidate.working is None and name not in needed:
                 candidate.start_closing()
@@ -302,14 +302,14 @@ class AutoBackend(Backend):
         """Posts transfers on a candidate, or on the next one if it cannot be opened.
 
         Returns:
-            The part; None if the last candidate cannot be opened either. The request then has the
+            The part; None if the fallback cannot be opened either. The request then has the
             error.
         """
         while request.error is None:
             try:
                 return candidate.post(request, transfers, self._device)
             except (BackendUnavailable, PlacementError, OSError) as error:
-                if candidate.name == LAST:
+                if candidate.name == FALLBACK:
                     request.error = error
                 else:
                     self._abandon(candidate, str(error), is_temporary(error))
@@ -317,16 +317,16 @@ class AutoBackend(Backend):
         return None
 
     def _post_ends(self, request: AutoRequest, ends: list[Transfer]) -> None:
-        """Posts ends of files on the last candidate; if it does not open, on that of the rest."""
+        """Posts ends of files on the fallback; if it does not open, on that of the rest."""
         try:
-            self._candidates[LAST].post(request, ends, self._device)
+            self._candidates[FALLBACK].post(request, ends, self._device)
         except (BackendUnavailable, PlacementError, OSError) as error:
-            self._refusals[f"{LAST}/ends of files"] = str(error)
+            self._refusals[f"{FALLBACK}/ends of files"] = str(error)
             self._waiting.append((request, ends))
             self._advance()
 
     def check(self, request: AutoRequest) -> Progress:
-        """Raises the error of the last candidate, if it could not be opened."""
+        """Raises the error of the fallback, if it could not be opened."""
         require_own_process(self.pid, "auto")
         with self._lock:
             for each, part in self._active():
@@ -357,7 +357,7 @@ class AutoBackend(Backend):
         failures = {failure.transfer: failure for failure in progress.failures}
         for number in progress.settled:
             transfer, failure = part.transfers[number], failures.get(number)
-            if failure is None or failure.permanent or candidate.name == LAST:
+            if failure is None or failure.permanent or candidate.name == FALLBACK:
                 request.settle(transfer, failure)
                 continue
             again.append(transfer)
@@ -366,7 +366,7 @@ class AutoBackend(Backend):
         if progress.finished or candidate.abandoned:
             part.end()
             lost = part.unsettled()
-            if candidate.name == LAST:  # no candidate is left to read them
+            if candidate.name == FALLBACK:  # no candidate is left to read them
                 for transfer in lost:
                     request.settle(transfer, Failure(0, 0, errno.ECANCELED))
             else:
@@ -398,7 +398,7 @@ class AutoBackend(Backend):
 
     def _reason_to_abandon(self, candidate: Candidate) -> str:
         """Why a candidate must be abandoned, or ""."""
-        if candidate.name == LAST or candidate.abandoned:
+        if candidate.name == FALLBACK or candidate.abandoned:
             return ""
         compat, total = candidate.compat_bytes, candidate.read_bytes
         if compat > MOST_COMPAT_BYTES and compat > MOST_COMPAT_SHARE * total:

@@ -19,7 +19,7 @@ from gdsload.backends import tuning_cache
 from gdsload.system import gpu
 from gdsload.system.mountinfo import mount_of
 
-LAST = "posix"  # the last candidate: it needs nothing but CUDA
+FALLBACK = "posix"  # needs nothing but CUDA, and reads what the other candidates do not
 # Long enough that starting and draining matter little; three of them fit into the smallest load
 # that is measured. Not measured on a GPU yet.
 SAMPLE_BYTES = 256 << 20
@@ -83,9 +83,9 @@ class Benchmark:
 
     @property
     def reader(self) -> str:
-        """The candidate that reads the next transfers: one to measure, or the choice. The last
-        one is measured first: the others, which take longer to open, are opened meanwhile."""
-        order = sorted(self._names, key=lambda name: name != LAST)
+        """The candidate that reads the next transfers: one to measure, or the choice. The
+        fallback is measured first: the others, which take longer to open, are opened meanwhile."""
+        order = sorted(self._names, key=lambda name: name != FALLBACK)
         return self.choice or next(name for name in order if name not in self.rates)
 
     @property
@@ -124,7 +124,7 @@ class Benchmark:
             self.not_cached = f"{name} could not be opened this time"
         if name == self.choice:
             tuning_cache.forget(self._mount, self._device)
-            self.choice = cheapest(self.rates) or LAST
+            self.choice = cheapest(self.rates) or FALLBACK
             self.why = f"the first choice ({name}) failed"
         self._decide()
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from gdsload._native.cuda import CudaFailure
-from gdsload.backends.auto.benchmark import LAST
+from gdsload.backends.auto.benchmark import FALLBACK
 from gdsload.backends.auto.request import AutoRequest, Part
 from gdsload.backends.auto.transfers import split
 from gdsload.backends.base import NO_FILE, Backend, Registration, open_for
@@ -69,7 +69,7 @@ class Candidate:
         reads = [read for transfer in transfers for read in split(transfer, limit)]
         if whole.stream is not None and not backend.follow(device, whole.stream):
             why = f"{device} cannot order its streams"
-            if self.name != LAST:
+            if self.name != FALLBACK:
                 raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
             try:
                 gpu.device(gpu.ordinal_of(device)).synchronize(whole.stream)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gdsload.backends.auto.candidate import Candidate
 
 
-HELD_UP_SECONDS = 0.05  # copies that wait for this long do not wait for each other
+HELD_UP_SECONDS = 0.05  # a longer wait of copies is caused by other work of the device
 
 
 @dataclass(eq=False)

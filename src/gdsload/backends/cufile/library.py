@@ -223,7 +223,7 @@ class Driver(quiesce.Holder):
         except CuFileFailure as error:
             raise _latch(f"cuFile does not close: {explain(error.code) or error}") from error
         if not closed:
-            raise _latch(f"cuFileDriverClose has not come back in {CLOSE_SECONDS:g} s")
+            raise _latch(f"cuFileDriverClose has not returned in {CLOSE_SECONDS:g} s")
 
     def end(self) -> None:
         """Closes it at the end of the process. Otherwise libcufile closes it in an exit handler of

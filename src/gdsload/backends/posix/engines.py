@@ -124,7 +124,7 @@ def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
         )
         request.post()
         if not request.wait(2.0):
-            why = f"{engine} opens, but a read of one byte does not come back"
+            why = f"{engine} opens, but a read of one byte does not complete"
             return Support(False, (why,)), errno.ETIMEDOUT
         code = request.result(0)[2]
         if code < 0:  # an end of the file: it has a first byte

@@ -48,7 +48,7 @@ from gdsload.system import gpu, quiesce
 from gdsload.system.device_name import plain_name
 from gdsload.system.gc_control import collector_paused
 
-MOSTLY_WRITTEN = "tensors that are cast or merged are read past it"
+MOSTLY_WRITTEN = "tensors that are cast or merged bypass it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +180,11 @@ class ModelReader:
         self._count(plan.count())
 
     def _use(self, plan: LoadPlan) -> None:
-        """Takes a plan. Raises CheckpointError if it maps files that are not on this machine."""
+        """Takes a plan. Raises CheckpointError if it maps remote files."""
         if plan.lazy and self.checkpoint.remote:
             raise CheckpointError(
-                f"{self.checkpoint.source}: device_map leaves tensors on disk, but these files are"
-                " not on this machine"
+                f"{self.checkpoint.source}: device_map leaves tensors on disk, but these are"
+                " remote files"
             )
         self.plan = plan
 

@@ -6,8 +6,8 @@
     rows     the rows of several tensors, one after the other
 
 Each tensor is copied once, from the read window to its part of the parameter, and cast on the way.
-When transformers stacks and concatenates these parts afterwards, the result is there already. The
-memory of an earlier parameter stands for a later one, its twin, as long as both are equal. Not
+When transformers stacks and concatenates these parts afterwards, the result is there already. A
+tied parameter shares the memory of an earlier one, its twin, as long as both are equal. Not
 responsible for reading and copying (`parameter_writer`).
 """
 
