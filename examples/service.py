@@ -1,5 +1,6 @@
 """A server that starts reading its weights before it imports torch.
 
+    pip install '.[examples]'   # in a checkout of gdsload
     MODEL=./model POOL_BYTES=4294967296 uvicorn --app-dir examples service:app
 
 GET /health      503 until the model is ready, then 200, with the progress of weights and modules

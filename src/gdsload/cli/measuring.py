@@ -26,7 +26,7 @@ COMMANDS = {
     "start": ("start", "Time from process start to a ready model, by phase."),
     "scale": ("scale", "Cost against tensors, bytes, shards and loads; plans of large models."),
     "engines": ("engines", "Each backend and engine, by request size and reads in flight."),
-    "tune": ("tune", "Find the fastest settings of each loader on this machine."),
+    "tune": ("tune", "Find the fastest settings of other loaders on this machine."),
     "report": ("render", "Tables and pictures of stored results."),
     "deps": ("deps", "Install the other loaders, in environments of their own."),
 }
