@@ -15,17 +15,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 from descriptors import none_left
 from gdsload.errors import GdsloadError, RemoteError, StallError
+from gdsload.remote import cache_entry
 from gdsload.remote.cache import SIZE_VARIABLE, CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
 from gdsload.system.cancellation import CancelToken, LoadCancelled
+from gdsload.system.parallel import in_thread
 from threadends import await_threads
 from waiting import wait_for
 
@@ -158,6 +160,44 @@ def test_comparing_a_whole_file_ends_when_the_load_is_cancelled(
     try:
         with pytest.raises(LoadCancelled):
             token.run(cached.local_copy)
+    finally:
+        hangs.set()
+        cached.close()
+
+
+def test_bytes_that_the_disk_has_lost_are_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports a lost write once, and still has the bytes in the page cache."""
+    file, fdatasync = filled_and_killed(tmp_path), os.fdatasync
+
+    def lose(fd: int) -> None:
+        monkeypatch.setattr(os, "fdatasync", fdatasync)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", lose)
+    cached = opened(tmp_path, MemoryFile())
+    assert cached.local_copy() is None
+    assert "Input/output error" in cached.facts().refusals["local cache"]
+    cached.close()
+    again = MemoryFile()
+    assert load(tmp_path, again) == file.content
+    assert again.fetched == file.size
+    wait_for(lambda: sealed_files(tmp_path) == 1)
+
+
+def test_flush_that_hangs_does_not_hold_up_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, hangs = filled_and_killed(tmp_path), threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda fd: hangs.wait(PATIENCE_SECONDS))
+    monkeypatch.setattr(cache_entry, "in_thread", partial(in_thread, stall_seconds=0.1))
+    again = MemoryFile()
+    cached = opened(tmp_path, again)
+    try:
+        assert cached.local_copy() is None
+        assert cached.read(0, file.size) == file.content
+        assert again.fetched == file.size
     finally:
         hangs.set()
         cached.close()

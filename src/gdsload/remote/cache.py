@@ -1,11 +1,12 @@
-"""The local cache of files from elsewhere: what a load fetches is kept for the next load.
+"""The local cache of remote files: what a load fetches is kept for the next load.
 
     chunks(offset, length) ──► ranges that are there: read, compared with their checksum
                           └──► gaps: fetched, and written to the cache on their way
 
 A file that is there as a whole is loaded as a local file (`CachedFile.local_copy`). Nothing that
-fails in the cache ends a load: it goes on without it, and `CachedFile.refusal` says why. Not
-responsible for what is in an entry (`cache_entry`).
+fails in the cache ends a load: it goes on without it, and `CachedFile.refusal` says why. A disk
+that hangs while the cache is written to does end it. Not responsible for what is in an entry
+(`cache_entry`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import in_thread, parallel_map
 
 # Pieces end at multiples of it: so much is read to compare a part of it with its checksum.
 BLOCK_BYTES = 4 << 20
@@ -207,13 +207,23 @@ class Entry:
             if not self._compare(self.uncompared()) or _identity(self._data_fd) != before:
                 return False
             if self.writable:
-                os.fdatasync(self._data_fd)
+                in_thread(self._sync, self.path)
                 self._append("sealed {} {} {} {}", *before)
             self._seal = before
         finally:
             if self.writable:
                 self._range_lock(fcntl.F_RDLCK, _WRITERS, 1)
         return True
+
+    def _sync(self) -> None:
+        """Writes the bytes to the disk. Raises OSError; the next load then fetches them again."""
+        try:
+            os.fdatasync(self._data_fd)
+        except OSError:
+            # The kernel reports a lost write once, and keeps the bytes in the page cache until it
+            # drops them: a later comparison would find them right, and a later call would succeed.
+            os.ftruncate(self._events_fd, 0)
+            raise
 
     def _compare(self, ranges: list[CachedRange]) -> bool:
         """Whether all are as their checksums say. Those that differ count as not there."""
