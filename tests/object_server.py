@@ -59,6 +59,7 @@ class Fault:
             silent_in_body      nothing comes after half of the body
             short               a well-formed answer whose body has half of the bytes
             long                a well-formed answer whose body has more bytes
+            endless             the same, with 256 MiB more
             wrong_range         the bytes of another range, with its true Content-Range
             range_ignored       200 and the whole object
             replaced            the object is another one from now on: other bytes, other ETag
@@ -85,7 +86,7 @@ FAULTS = {
         kind: Fault(kind)
         for kind in (
             "silent", "reset", "truncated", "reset_in_body", "silent_in_body", "short", "long",
-            "wrong_range", "range_ignored", "replaced",
+            "endless", "wrong_range", "range_ignored", "replaced",
         )
     },
 }  # fmt: skip
@@ -347,6 +348,8 @@ class _Handler(BaseHTTPRequestHandler):
             body = first, length // 2
         elif kind == "long":
             body = first, length + 1000
+        elif kind == "endless":
+            body = first, length + (256 << 20)
         headers = {
             "ETag": version,
             "Last-Modified": formatdate(path.stat().st_mtime, usegmt=True),

@@ -110,7 +110,9 @@ def test_written_file_is_another_version(server: ObjectServer) -> None:
     assert obstore.head(store, "model/a.bin")["e_tag"] != etag
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if name not in ("slow", "replaced")])
+@pytest.mark.parametrize(
+    "name", [name for name in FAULTS if name not in ("slow", "replaced", "endless")]
+)
 def test_fault_is_no_exact_answer_and_the_next_one_is(server: ObjectServer, name: str) -> None:
     silence = "500ms" if "silent" in name else "30s"
     server.script(name, path="*.bin")

@@ -336,6 +336,13 @@ def test_body_of_another_length_gives_no_other_bytes(
     assert len(got) <= 1 << 20
 
 
+def test_body_without_end_is_not_collected(object_server: ObjectServer, large: Path) -> None:
+    object_server.script("endless", count=None)
+    file = open_directory(object_server.url("s3")).open("large.bin")
+    assert file.read(0, 1000) == large.read_bytes()[:1000]
+    assert max(request.sent for request in object_server.requests) < 128 << 20
+
+
 def test_removed_object_is_final(object_server: ObjectServer, large: Path) -> None:
     file = open_directory(object_server.url("s3")).open("large.bin")
     large.unlink()

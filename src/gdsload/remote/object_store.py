@@ -245,8 +245,14 @@ class ObjectDirectory(RemoteDirectory):
         path, started = self.path_of(name), time.monotonic()
         try:
             result = self.get(name, 0, HEAD_BYTES)
-            # The rest of a body that is too short is read when it is needed.
-            head, meta = bytes(result.bytes())[: result.range[1]], result.meta
+            meta, end, found = result.meta, result.range[1], bytearray()
+            # The rest of a body that is too short is read when it is needed; one that is too long
+            # may have no end.
+            for chunk in result.stream(HEAD_BYTES):
+                found += chunk
+                if len(found) >= end:
+                    break
+            head = bytes(found[:end])
         except Exception as error:
             # A range of an empty file is refused.
             final = reason(error)[0] != errno.EIO or _was_repeated(started)
