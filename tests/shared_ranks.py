@@ -220,7 +220,7 @@ def of_engine(folder: Path) -> Any:
 def nodes(folder: Path) -> Any:
     """Two ranks on each node."""
     rank = dist.get_rank()
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="nodes")
     try:
         ours = gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
         apart = facts(ours, expected(folder))
@@ -232,7 +232,14 @@ def nodes(folder: Path) -> Any:
         return {"node": apart, "group": facts(ours, want)}
     finally:
         os.environ["LOCAL_RANK"] = os.environ["RANK"]
-        del os.environ["LOCAL_WORLD_SIZE"]
+        del os.environ["LOCAL_WORLD_SIZE"], os.environ["TORCHELASTIC_RUN_ID"]
+
+
+def cyclic(folder: Path) -> Any:
+    """A launcher that gives ranks to two nodes in turn: their numbers do not tell the node."""
+    words = {"LOCAL_RANK": dist.get_rank() // 2, "LOCAL_WORLD_SIZE": 2}
+    with mock.patch.dict(os.environ, {name: str(word) for name, word in words.items()}):
+        return facts(gdsload.load_file(folder, group=dist.group.WORLD), expected(folder))
 
 
 def missing_file(folder: Path) -> Any:
@@ -644,7 +651,7 @@ def killed(folder: Path) -> Any:
 CASES = (
     outsider, whole, warm, cold, windows, dimensions, progress, slices, byte_columns, experts,
     of_engine, nodes, missing_file, other_checkpoint, other_files, other_version, other_source,
-    other_order, other_readers, other_readers_of_torchrun, two_groups, other_windows,
+    cyclic, other_order, other_readers, other_readers_of_torchrun, two_groups, other_windows,
     unknown_name, unknown_shard, failed_read, rewritten, no_room,
     no_room_together, own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device,
     failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,

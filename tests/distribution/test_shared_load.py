@@ -131,6 +131,12 @@ def test_shared_load_per_node_reads_each_byte_once_on_every_node(
         assert times <= read / checkpoint[1] < 1.02 * times
 
 
+def test_ranks_that_are_not_numbered_by_node_find_their_node(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["cyclic"]["differing"] == []
+        assert rank["cyclic"]["ranks"] == len(found)  # all run on this kernel
+
+
 @pytest.mark.parametrize(
     "case,own,text",
     [

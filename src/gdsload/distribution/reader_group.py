@@ -95,7 +95,12 @@ class ReaderGroup:
             return dist.ProcessGroupGloo(keys, rank, size, self._timeout)
 
     def _on_this_node(self, everyone: list[int], me: int) -> list[int]:
-        """The ranks on this node, as torchrun says, else by the identity of the running kernel."""
+        """The ranks on this node, as torchrun says, else by the identity of the running kernel.
+
+        Other launchers that set the same variables need not number the ranks node by node.
+        """
+        import torch.distributed as dist
+
         try:
             rank, local, count = (
                 int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -103,7 +108,8 @@ class ReaderGroup:
         except (KeyError, ValueError):
             pass
         else:
-            if rank == me and 0 <= local < count:
+            numbered = "TORCHELASTIC_RUN_ID" in os.environ or count == dist.get_world_size()
+            if numbered and rank == me and 0 <= local < count:
                 return [each for each in everyone if rank - local <= each < rank - local + count]
         self._control = self._connected(everyone, me)
         try:
@@ -304,7 +310,8 @@ def _common_name(of: str, members: Sequence[int], me: int, timeout: timedelta) -
     ranks = sha256("_".join([of, *map(str, members)]).encode()).hexdigest()[:16]
     count = f"gdsload/{ranks}/{me}"
     if me != members[0]:
-        yield _opened_name(store, ranks, count, timeout)
+        first = f"gdsload/{ranks}/{members[0]}"
+        yield _opened_name(store, ranks, count, first, timeout)
         return
     name = f"gdsload/{ranks}/group/{store.add(count, 1)}"
     try:
@@ -315,14 +322,19 @@ def _common_name(of: str, members: Sequence[int], me: int, timeout: timedelta) -
         raise
 
 
-def _opened_name(store: Any, ranks: str, count: str, timeout: timedelta) -> str:
-    """The next name that the first rank has opened, and not closed."""
+def _opened_name(store: Any, ranks: str, count: str, first: str, timeout: timedelta) -> str:
+    """The next name that the first rank has opened, and not closed. `count`, `first`: the keys of
+    the groups that this rank and the first one have counted."""
     while True:
-        name = f"gdsload/{ranks}/group/{store.add(count, 1)}"
+        number = store.add(count, 1)
+        name = f"gdsload/{ranks}/group/{number}"
         try:
             _await(store, [f"{name}/state"], timeout)
         except BaseException:
-            store.add(count, -1)
+            # If the first rank has counted this name as well, an error kept it from opening it: it
+            # never will.
+            if store.add(first, 0) < number:
+                store.add(count, -1)
             raise
         if store.get(f"{name}/state") == b"open":
             return name
