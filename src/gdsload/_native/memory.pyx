@@ -143,8 +143,10 @@ cdef class Region:
             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0,
         )
         if mapped == MAP_FAILED:
-            why = os.strerror(errno)
-            raise MemoryError(f"no address space for {length} bytes (ulimit -v limits it, or vm.overcommit_memory=2): {why}")
+            raise MemoryError(
+                f"no address space for {length} bytes (ulimit -v limits it, or"
+                f" vm.overcommit_memory=2): {os.strerror(errno)}"
+            )
         # The rest at both ends costs address space only.
         self.region = new_region(mapped, whole + UNIT_BYTES, 1)
         self.region.base = mapped + (-<uintptr_t>mapped & (UNIT_BYTES - 1))
