@@ -221,7 +221,7 @@ def test_batch_released_before_its_end_does_not_count_as_arrived(
 ) -> None:
     batch = Batch(session, *session.arrange(byte_ranges_of(session.checkpoint, None)))
     batch.release()
-    with pytest.raises(ReadError, match="undone"):
+    with pytest.raises(ReadError, match="reads unfinished"):
         batch.wait()
 
 
