@@ -1,76 +1,91 @@
-"""How the ranks of a group agree on a name, over a store in this process."""
+"""The names by which ranks meet, over a store in this process."""
 
 from __future__ import annotations
 
-from collections import Counter
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from itertools import count
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from gdsload.distribution.reader_group import _common_name
+from gdsload.distribution import reader_group
 
-SOON = timedelta(seconds=0.05)
+MEMBERS = [0, 1]
 
 
 class Store:
-    """As much of `torch.distributed.Store` as it takes."""
+    """Carries out its calls, and then raises KeyboardInterrupt in one of them."""
 
     def __init__(self) -> None:
-        self.counts, self.values = Counter[str](), dict[str, bytes]()
+        self._real = dist.HashStore()
+        self._left = 0
 
-    def add(self, key: str, number: int) -> int:
-        self.counts[key] += number
-        return self.counts[key]
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._real, name)
 
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
+        def call(*args: Any) -> Any:
+            answer = method(*args)
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+            return answer
 
-    def get(self, key: str) -> bytes:
-        return self.values[key]
+        return call
 
-    def check(self, keys: list[str]) -> bool:
-        return self.values.keys() >= set(keys)
+    def interrupt(self, call: int) -> None:
+        """Raises in this one of the next calls, counted from 1."""
+        self._left = call
 
-
-class Interrupted(Store):
-    """Ctrl-C arrives when the first rank has counted a name, and not opened it."""
-
-    def add(self, key: str, number: int) -> int:
-        super().add(key, number)
-        raise KeyboardInterrupt
+    def interrupted(self) -> bool:
+        """Whether that call was reached. Later calls do not raise."""
+        left, self._left = self._left, 0
+        return left <= 0
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    made = Store()
-    monkeypatch.setattr("gdsload.distribution.reader_group._store", lambda: made)
-    return made
+    found = Store()
+    monkeypatch.setattr(reader_group, "_store", lambda: found)
+    return found
 
 
-def test_ranks_meet_after_the_first_one_was_interrupted_before_it_opened_a_name(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted = Interrupted()
-    interrupted.counts, interrupted.values = store.counts, store.values
-    with monkeypatch.context() as patched:
-        patched.setattr("gdsload.distribution.reader_group._store", lambda: interrupted)
-        with pytest.raises(KeyboardInterrupt), _common_name("", [0, 1], 0, SOON):
+def name_of(rank: int) -> AbstractContextManager[str]:
+    return reader_group._common_name("", MEMBERS, rank, timedelta(0))
+
+
+def assert_ranks_meet() -> None:
+    with name_of(0) as first, name_of(1) as second:
+        assert first == second
+
+
+def test_ranks_meet_again_after_ctrl_c_in_any_call_of_the_first_rank(store: Store) -> None:
+    interrupted = True
+    for call in count(1):
+        if not interrupted:
+            break
+        store.interrupt(call)
+        with suppress(KeyboardInterrupt, RuntimeError), name_of(0):
+            raise RuntimeError("the other rank does not come")
+        interrupted = store.interrupted()
+        with pytest.raises(RuntimeError, match="no answer"), name_of(1):
             pass
-    with pytest.raises(RuntimeError, match="no answer"), _common_name("", [0, 1], 1, SOON):
-        pass
-    with _common_name("", [0, 1], 0, SOON) as first, _common_name("", [0, 1], 1, SOON) as second:
-        assert first == second
+        assert_ranks_meet()
 
 
-def test_ranks_meet_after_the_first_one_came_too_late(store: Store) -> None:
-    with pytest.raises(RuntimeError, match="no answer"), _common_name("", [0, 1], 1, SOON):
-        pass
-    with _common_name("", [0, 1], 0, SOON) as first, _common_name("", [0, 1], 1, SOON) as second:
-        assert first == second
-
-
-def test_closed_names_are_skipped(store: Store) -> None:
-    with pytest.raises(ValueError), _common_name("", [0, 1], 0, SOON):
-        raise ValueError
-    with _common_name("", [0, 1], 0, SOON) as first, _common_name("", [0, 1], 1, SOON) as second:
-        assert first == second
+@pytest.mark.parametrize("opened", [True, False])
+def test_ranks_meet_again_after_ctrl_c_in_any_call_of_another_rank(
+    store: Store, opened: bool
+) -> None:
+    interrupted = True
+    for call in count(1):
+        if not interrupted:
+            break
+        with suppress(RuntimeError), name_of(0) if opened else nullcontext():
+            store.interrupt(call)
+            with suppress(KeyboardInterrupt, RuntimeError), name_of(1):
+                pass
+            interrupted = store.interrupted()
+            raise RuntimeError("the other rank does not come")
+        assert_ranks_meet()

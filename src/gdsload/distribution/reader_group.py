@@ -95,10 +95,7 @@ class ReaderGroup:
             return dist.ProcessGroupGloo(keys, rank, size, self._timeout)
 
     def _on_this_node(self, everyone: list[int], me: int) -> list[int]:
-        """The ranks on this node, as torchrun says, else by the identity of the running kernel.
-
-        Other launchers that set the same variables need not number the ranks node by node.
-        """
+        """The ranks on this node, as torchrun says, else by the identity of the running kernel."""
         import torch.distributed as dist
 
         try:
@@ -108,8 +105,10 @@ class ReaderGroup:
         except (KeyError, ValueError):
             pass
         else:
-            numbered = "TORCHELASTIC_RUN_ID" in os.environ or count == dist.get_world_size()
-            if numbered and rank == me and 0 <= local < count:
+            if rank == me and count == dist.get_world_size():
+                return everyone
+            # Only torchrun numbers the ranks of a node in a row: srun and mpirun may deal them out.
+            if rank == me and 0 <= local < count and dist.is_torchelastic_launched():
                 return [each for each in everyone if rank - local <= each < rank - local + count]
         self._control = self._connected(everyone, me)
         try:
@@ -301,19 +300,21 @@ def _await(store: Any, keys: list[str], timeout: timedelta) -> None:
 def _common_name(of: str, members: Sequence[int], me: int, timeout: timedelta) -> Iterator[str]:
     """A name for a group, the same on all of these ranks, that no other group of theirs has had.
 
-    Each rank counts its groups. The first one opens a name for the others, which wait for it, and
-    closes it if the block fails. So a rank that another one did not meet finds it the next time.
+    The first rank opens a name for the others, which wait for it, and closes it if the block fails.
+    Each rank counts a name only when it was opened: so ranks that did not meet, because one of them
+    was interrupted or did not come, find each other the next time.
     Threads that load with different groups of the same ranks do so at the same time: `of` is the
     name of the caller's group. Raises RuntimeError if the first rank does not come in time.
     """
     store = _store()
     ranks = sha256("_".join([of, *map(str, members)]).encode()).hexdigest()[:16]
-    count = f"gdsload/{ranks}/{me}"
+    names, count = f"gdsload/{ranks}/group", f"gdsload/{ranks}/{me}"
     if me != members[0]:
-        first = f"gdsload/{ranks}/{members[0]}"
-        yield _opened_name(store, ranks, count, first, timeout)
+        yield _opened_name(store, names, count, timeout)
         return
-    name = f"gdsload/{ranks}/group/{store.add(count, 1)}"
+    name = f"{names}/{store.add(count, 0) + 1}"
+    while store.check([f"{name}/state"]):
+        name = f"{names}/{store.add(count, 1) + 1}"
     try:
         store.set(f"{name}/state", "open")
         yield name
@@ -322,20 +323,12 @@ def _common_name(of: str, members: Sequence[int], me: int, timeout: timedelta) -
         raise
 
 
-def _opened_name(store: Any, ranks: str, count: str, first: str, timeout: timedelta) -> str:
-    """The next name that the first rank has opened, and not closed. `count`, `first`: the keys of
-    the groups that this rank and the first one have counted."""
+def _opened_name(store: Any, names: str, count: str, timeout: timedelta) -> str:
+    """The next name that the first rank has opened, and not closed."""
     while True:
-        number = store.add(count, 1)
-        name = f"gdsload/{ranks}/group/{number}"
-        try:
-            _await(store, [f"{name}/state"], timeout)
-        except BaseException:
-            # If the first rank has counted this name as well, an error kept it from opening it: it
-            # never will.
-            if store.add(first, 0) < number:
-                store.add(count, -1)
-            raise
+        name = f"{names}/{store.add(count, 0) + 1}"
+        _await(store, [f"{name}/state"], timeout)
+        store.add(count, 1)
         if store.get(f"{name}/state") == b"open":
             return name
 
