@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,6 @@ from gdsload.remote.cache import SIZE_VARIABLE, CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
 from gdsload.system.cancellation import CancelToken, LoadCancelled
-from gdsload.system.parallel import in_thread
 from threadends import await_threads
 from waiting import wait_for
 
@@ -165,44 +164,6 @@ def test_comparing_a_whole_file_ends_when_the_load_is_cancelled(
         cached.close()
 
 
-def test_bytes_that_the_disk_has_lost_are_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel reports a lost write once, and still has the bytes in the page cache."""
-    file, fdatasync = filled_and_killed(tmp_path), os.fdatasync
-
-    def lose(fd: int) -> None:
-        monkeypatch.setattr(os, "fdatasync", fdatasync)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fdatasync", lose)
-    cached = opened(tmp_path, MemoryFile())
-    assert cached.local_copy() is None
-    assert "Input/output error" in cached.facts().refusals["local cache"]
-    cached.close()
-    again = MemoryFile()
-    assert load(tmp_path, again) == file.content
-    assert again.fetched == file.size
-    wait_for(lambda: sealed_files(tmp_path) == 1)
-
-
-def test_flush_that_hangs_does_not_hold_up_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, hangs = filled_and_killed(tmp_path), threading.Event()
-    monkeypatch.setattr(os, "fdatasync", lambda fd: hangs.wait(PATIENCE_SECONDS))
-    monkeypatch.setattr(cache_entry, "in_thread", partial(in_thread, stall_seconds=0.1))
-    again = MemoryFile()
-    cached = opened(tmp_path, again)
-    try:
-        assert cached.local_copy() is None
-        assert cached.read(0, file.size) == file.content
-        assert again.fetched == file.size
-    finally:
-        hangs.set()
-        cached.close()
-
-
 def test_whole_file_on_a_disk_that_hangs_is_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +183,100 @@ def test_whole_file_on_a_disk_that_hangs_is_fetched_again(
         assert fetched.fetched == file.size
         assert "has not answered" in each.facts().refusals["local cache"]
         each.close()
+
+
+def fail_first_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells of bytes that were not written by one error, and never again."""
+    outcomes = [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def flush(fd: int) -> None:
+        if outcomes:
+            raise outcomes.pop()
+
+    monkeypatch.setattr(os, "fdatasync", flush)
+
+
+def test_whole_file_that_cannot_be_flushed_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = filled_and_killed(tmp_path)
+    fail_first_flush(monkeypatch)
+    again, later = MemoryFile(), MemoryFile()
+    cached = opened(tmp_path, again)
+    assert cached.local_copy() is None
+    assert cached.local_copy() is None  # the second flush does not fail
+    assert cached.read(0, again.size) == file.content
+    assert os.strerror(errno.EIO) in cached.facts().refusals["local cache"]
+    cached.close()
+    assert sealed_files(tmp_path) == 0
+    assert load(tmp_path, later) == file.content
+    assert again.fetched == later.fetched == file.size
+    await_threads("gdsload-cache")
+    assert content_of(opened(tmp_path, MemoryFile()).local_copy()) == file.content
+
+
+def test_flush_that_fails_after_the_load_leaves_nothing_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_first_flush(monkeypatch)
+    file = MemoryFile()
+    load(tmp_path, file)
+    await_threads("gdsload-cache")
+    again = MemoryFile()
+    assert opened(tmp_path, again).local_copy() is None
+    assert load(tmp_path, again) == file.content
+    assert again.fetched == file.size
+
+
+@contextmanager
+def hanging_flush(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Flushes hang, and then fail. Yields their descriptors."""
+    goes_on = threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def flush(fd: int) -> None:
+        begun.append(fd)
+        goes_on.wait(PATIENCE_SECONDS)
+        os.fstat(fd)  # it is still open
+        ended.append(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", flush)
+    try:
+        yield begun
+    finally:
+        goes_on.set()
+        await_threads("gdsload-open")
+    assert ended == begun
+
+
+def test_whole_file_whose_flush_hangs_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, again = filled_and_killed(tmp_path), MemoryFile()
+    monkeypatch.setattr(cache_entry, "STALL_SECONDS", 0.2)
+    with hanging_flush(monkeypatch) as fds:
+        cached = opened(tmp_path, again)
+        assert cached.local_copy() is None
+        assert len(fds) == 1
+        assert cached.read(0, file.size) == file.content
+        assert "has not answered" in cached.facts().refusals["local cache"]
+        cached.close()
+        del cached
+    assert again.fetched == file.size
+    assert load(tmp_path, later := MemoryFile()) == file.content
+    assert later.fetched == file.size  # the flush has failed in the end
+
+
+def test_slow_flush_of_a_large_file_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = filled_and_killed(tmp_path)
+    monkeypatch.setattr(cache_entry, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(cache_entry, "_SLOWEST_FLUSH", file.size // 30)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: time.sleep(0.5))
+    assert content_of(opened(tmp_path, MemoryFile()).local_copy()) == file.content
 
 
 def test_file_that_cannot_be_sealed_at_the_end_of_the_interpreter_is_no_error(

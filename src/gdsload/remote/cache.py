@@ -4,8 +4,9 @@
                           └──► gaps: fetched, and written to the cache on their way
 
 A file that is there as a whole is loaded as a local file (`CachedFile.local_copy`). Nothing that
-fails in the cache ends a load: it goes on without it, and `CachedFile.refusal` says why. A disk
-that hangs while the cache is written to does end it. Not responsible for what is in an entry
+fails in the cache ends a load: it goes on without it, and `CachedFile.refusal` says why. But a disk
+that hangs while `chunks` reads or fills the cache blocks the thread that fetches, and the load ends
+in StallError: the way out is a load without `cache_dir`. Not responsible for what is in an entry
 (`cache_entry`).
 """
 
@@ -299,7 +300,7 @@ class Cached(NamedTuple):
 
 
 class LocalCache:
-    """A directory with files from elsewhere, shared by the processes of a machine."""
+    """A directory with remote files, shared by the processes of a machine."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Nothing is created yet. GDSLOAD_CACHE_BYTES is its size, else it leaves a tenth of the

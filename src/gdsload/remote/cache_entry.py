@@ -7,8 +7,8 @@
               sealed INODE SIZE MTIME CTIME     all bytes are there, compared, and on the disk
 
 A line is written after its bytes, so that a process may be killed at any time. What a crash of the
-system leaves behind, is compared before it is used. Processes share an entry by locks that the
-kernel releases when they end:
+system leaves behind, is compared before it is used. A flush that fails empties `pieces`. Processes
+share an entry by locks that the kernel releases when they end:
 
     flock on the bytes                shared by all users; exclusive to remove the entry
     range lock on `pieces`, WRITERS   shared by those who may write; alone for `seal`
@@ -29,9 +29,12 @@ from typing import Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.parallel import in_thread, parallel_map
+from gdsload.system.stall import STALL_SECONDS
 
 # Pieces end at multiples of it: so much is read to compare a part of it with its checksum.
 BLOCK_BYTES = 4 << 20
+# Bytes per second. A flush shows no progress: one that is as fast as that has not stalled.
+_SLOWEST_FLUSH = 20_000_000
 _WRITERS = 1 << 62  # no file has this byte
 _LOCK = "hhqqi0q"  # the members of fcntl's structure
 _EVENT = re.compile(
@@ -207,7 +210,9 @@ class Entry:
             if not self._compare(self.uncompared()) or _identity(self._data_fd) != before:
                 return False
             if self.writable:
-                in_thread(self._sync, self.path)
+                seconds = STALL_SECONDS + self.size // _SLOWEST_FLUSH
+                # A thread that hangs keeps the entry, and so its descriptors open.
+                in_thread(self._sync, self.path, stall_seconds=seconds)
                 self._append("sealed {} {} {} {}", *before)
             self._seal = before
         finally:
@@ -216,13 +221,16 @@ class Entry:
         return True
 
     def _sync(self) -> None:
-        """Writes the bytes to the disk. Raises OSError; the next load then fetches them again."""
+        """Flushes the bytes to the disk. If that fails, no bytes count as there. Raises OSError."""
         try:
             os.fdatasync(self._data_fd)
         except OSError:
-            # The kernel reports a lost write once, and keeps the bytes in the page cache until it
-            # drops them: a later comparison would find them right, and a later call would succeed.
-            os.ftruncate(self._events_fd, 0)
+            # The kernel tells of a failed write once, and the bytes are still right in the page
+            # cache: the next comparison and the next flush would find nothing wrong.
+            with self._lock:
+                self._ranges.clear()
+            with suppress(OSError):
+                os.ftruncate(self._events_fd, 0)
             raise
 
     def _compare(self, ranges: list[CachedRange]) -> bool:
