@@ -58,6 +58,21 @@ def test_file_truncated_after_open_raises_short_read(
     assert caught.value.offset + caught.value.got >= 1_000_001
 
 
+def test_file_that_changes_while_tensors_are_handed_over_raises(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then bytes may be copied from a mapping of it."""
+    real = Batch.tensors_of
+
+    def change_first(self: Batch, *args: Any) -> Any:
+        os.utime(path)
+        return real(self, *args)
+
+    monkeypatch.setattr(Batch, "tensors_of", change_first)
+    with pytest.raises(FileChanged):
+        gdsload.load_file(path)
+
+
 def test_stream_of_a_truncated_file_raises_its_error_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

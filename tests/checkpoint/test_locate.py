@@ -162,6 +162,18 @@ def test_missing_numbered_shard_raises(tmp_path: Path, numbers: str, present: in
     assert caught.value.path == str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("m-1-of-2.safetensors", None), ("m-00001-of-00002.fp16.safetensors", "fp16")],
+)
+def test_missing_shard_is_found_by_other_forms_of_the_numbers(
+    tmp_path: Path, name: str, variant: str | None
+) -> None:
+    touch(tmp_path, name)
+    with pytest.raises(CheckpointError, match="there are 1 of the 2 shards of 'm', and no index"):
+        locate(tmp_path, variant=variant)
+
+
 def test_several_indexes_are_named(tmp_path: Path) -> None:
     for name in ("b", "a"):
         write_index(tmp_path / f"{name}.safetensors.index.json", {"w": "a.safetensors"})

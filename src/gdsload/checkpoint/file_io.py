@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource  # not when it is needed: no file can be opened then
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -197,8 +198,6 @@ def open_error(error: OSError, path: str, named_by: str | None = None) -> Checkp
         kind = CheckpointAccessError
         text = f"{path}: permission denied ({_access_hint(path)})"
     elif code == errno.EMFILE:
-        import resource  # for this message only
-
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         text = f"{path}: this process may open no more than {soft} files (`ulimit -n` raises it)"
     elif code == errno.ENFILE:

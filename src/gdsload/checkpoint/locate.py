@@ -28,7 +28,8 @@ _STEMS = ("model", "diffusion_pytorch_model")  # the names that transformers and
 _SUFFIX = ".safetensors"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*")
-_NUMBERED = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.safetensors", re.DOTALL)
+# With a variant after the numbers in older checkpoints of diffusers.
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)((?:\.[\w.-]+)?)\.safetensors", re.DOTALL)
 
 
 class ShardPath(NamedTuple):
@@ -267,11 +268,11 @@ def _from_directory(
 
 def _require_all_numbers(shards: tuple[ShardPath, ...], directory: str) -> None:
     """Without an index, only the numbers in the file names can show that a shard is missing."""
-    sets: dict[tuple[str, str], set[int]] = {}
+    sets: dict[tuple[str, str, str], set[int]] = {}
     for shard in shards:
         if match := _NUMBERED.fullmatch(shard.name):
-            sets.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    for (stem, total), present in sets.items():
+            sets.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (stem, total, _), present in sets.items():
         count = int(total)
         if len(present) != count or max(present) - min(present) != count - 1:
             raise CheckpointError(
