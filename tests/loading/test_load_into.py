@@ -319,7 +319,7 @@ def test_of_names_that_share_a_target_the_first_one_is_read(tmp_path: Path) -> N
         ({"q": torch.zeros(60, 64).to_sparse()}, PlacementError, "layout"),
         ({"q": fused[:60], "k": fused[59:79]}, PlacementError, "shares memory"),
         ({"q": fused[:60], "norm": fused.view(torch.bfloat16)[0, :64]}, PlacementError, "shares"),
-        ({"q": 5}, TypeError, "is a int, not a tensor"),
+        ({"q": 5}, TypeError, "is int, not a tensor"),
         ([("q", fused[:60]), ("q", fused[:60])], ValueError, "have the name 'q'"),
     ],
 )

@@ -121,7 +121,7 @@ def named_tensors(targets: Targets) -> dict[str, torch.Tensor]:
             found[name] = tensor
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{shown(name)} is a {type(tensor).__name__}, not a tensor")
+            raise TypeError(f"{shown(name)} is {type(tensor).__name__}, not a tensor")
     return found
 
 
