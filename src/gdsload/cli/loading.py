@@ -75,7 +75,9 @@ def load(
     **where: Any,
 ) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
-    settings = settings_of([*options, *([f"engine={engine}"] if engine else [])])
+    if engine:
+        options = [*options, f"engine={engine}"]
+    settings = settings_of(options)
     if trace:
         _require_writable(trace)
     names = terminal.chosen(patterns, layers, experts)
@@ -214,7 +216,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def _reference(shard: Shard) -> Iterator[Callable[[str], torch.Tensor]]:
-    """Reads tensors of a shard by safetensors; for a file elsewhere, from a copy in memory."""
+    """Reads tensors of a shard by safetensors; for a remote file, from a copy in memory."""
     if shard.remote is not None:
         from safetensors.torch import load
 

@@ -172,10 +172,10 @@ class AutoBackend(Backend):
         storage of a file sets its depth."""
         if isinstance(what, Memory) and what.kind != VRAM:
             raise BackendUnavailable(f"'auto' into {self._device} does not reach {what.kind}")
-        number = next(self._numbers)
+        registration = Registration(what, next(self._numbers))
         if isinstance(what, OpenFile):
-            self._candidates[FALLBACK].files[number] = self.fallback.register(what)
-        return Registration(what, number)
+            self._candidates[FALLBACK].register(registration)
+        return registration
 
     def deregister(self, registration: Registration) -> None:
         """Nothing to do: candidates deregister it when they are closed."""

@@ -61,10 +61,7 @@ class Candidate:
         started, backend = time.monotonic(), self.backend
         files = [NO_FILE] * len(whole.files)
         for shard in {transfer.shard for transfer in transfers}:
-            number = whole.files[shard].handle
-            if number not in self.files:
-                self.files[number] = backend.register(whole.files[shard].what)
-            files[shard] = self.files[number]
+            files[shard] = self.register(whole.files[shard])
         limit = backend.limits(device).max_request
         reads = [read for transfer in transfers for read in split(transfer, limit)]
         if whole.stream is not None and not backend.follow(device, whole.stream):
@@ -89,6 +86,12 @@ class Candidate:
             backend.post(request)
             whole.parts.append(Part(self, reads, request, taken.pop_all()))
         return whole.parts[-1]
+
+    def register(self, file: Registration) -> Registration:
+        """The backend's own registration of a file, made at the first call."""
+        if file.handle not in self.files:
+            self.files[file.handle] = self.backend.register(file.what)
+        return self.files[file.handle]
 
     @property
     def failed(self) -> str:
