@@ -131,7 +131,7 @@ class MemoryFile(RemoteFile):
 
 
 class MemoryDirectory(RemoteDirectory):
-    """A directory elsewhere with copies, in memory, of the files in `folder`.
+    """A remote directory with copies, in memory, of the files in `folder`.
 
     Attributes:
         files: The last file that was opened, by its name.

@@ -14,7 +14,7 @@
     └── ReadError(OSError)                      path, offset, wanted, got, errno, hint
         ├── ShortRead
         ├── StallError
-        ├── RemoteError                         .final: a source elsewhere, such as an object store
+        ├── RemoteError                         .final: a remote source, such as an object store
         └── CuFileError                         .code: the error code of cuFile
 
 Each is raised once, near its cause, and its text is one sentence that names the file, if there is
@@ -258,7 +258,7 @@ class StallError(ReadError):
 
 
 class RemoteError(ReadError):
-    """A source elsewhere, such as an object store, did not send the bytes.
+    """A remote source, such as an object store, did not send the bytes.
 
     Attributes:
         final: Whether no retry can help: the file does not exist, may not be read, or was replaced

@@ -94,13 +94,12 @@ class LoadReport:
             what it did: "gds_mt/nvfs" and "gds_mt/p2p" are native. "gds_mt/posix" is its
             compatibility mode, and in native mode what is not aligned; "gds_mt/compat" the same
             where cuFile counts nothing, "gds_mt/uncounted" if it does not say which it used.
-            "mapped": used from a
-            mapping of the file, and not read by a backend. Its pages were in the page cache (98 %
-            of a file, or single units of 2 MiB), or were read into it first (checkpoints of up to
-            2 MiB), or are read when they are used (all with `cache="mapped"`, or if memory has no
-            room). "posix/threads/mapped": read into the page cache, and used from a mapping.
-            "prefetched" and "pool": taken from there. "local_cache", "nixl/ucx" and
-            "object_store/s3": of URLs.
+            "mapped": used from a mapping of the file, and not read by a backend. Its pages were in
+            the page cache (98 % of a file, or single units of 2 MiB), or were read into it first
+            (checkpoints of up to 2 MiB), or are read when they are used (all with
+            `cache="mapped"`, or if memory has no room). "posix/threads/mapped": read into the page
+            cache, and used from a mapping. "prefetched" and "pool": taken from there.
+            "local_cache", "nixl/ucx" and "object_store/s3": of URLs.
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.
         refusals: Why a faster alternative was not used, by its name.

@@ -29,7 +29,7 @@ from remotefiles import REFUSED, Fault, Load, MemoryFile, opened
 DATA = random.Random(7).randbytes(3_000_000)
 
 
-class FilesElsewhere(BackendContract):
+class RemoteFiles(BackendContract):
     """The contract, with remote files."""
 
     @pytest.fixture
@@ -41,22 +41,22 @@ class FilesElsewhere(BackendContract):
     test_a_file_that_has_grown = None  # type: ignore[assignment]
 
 
-class TestDram(FilesElsewhere):
+class TestDram(RemoteFiles):
     def make(self) -> Backend:
         return RemoteBackend(request_bytes=1 << 20)
 
 
-class TestOneThread(FilesElsewhere):
+class TestOneThread(RemoteFiles):
     def make(self) -> Backend:
         return RemoteBackend(request_bytes=1 << 20, depth=1)
 
 
-class TestVram(FilesElsewhere, GpuContract):
+class TestVram(RemoteFiles, GpuContract):
     kind = RemoteBackend
     options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}  # noqa: RUF012
 
 
-class TestVramFewSlots(FilesElsewhere, GpuContract):
+class TestVramFewSlots(RemoteFiles, GpuContract):
     kind = RemoteBackend
     options = {"ring_bytes": 128 << 10, "request_bytes": 64 << 10}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Opening checkpoints elsewhere, in memory: which files are opened, as what, and when closed."""
+"""Opening remote checkpoints, in memory: which files are opened, as what, and when closed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_url_of_a_directory_an_index_or_a_shard_opens_what_it_names(opened: Open
         assert all(file.closed for file in opened[URL].files.values())
 
 
-def test_sha256_of_files_elsewhere_needs_a_manifest(opened: Opened) -> None:
+def test_sha256_of_remote_files_needs_a_manifest(opened: Opened) -> None:
     with Checkpoint.open(URL) as checkpoint, pytest.raises(CheckpointNotFound):
         open_verifier(checkpoint, "sha256", LoadReport(""))
 

@@ -45,7 +45,7 @@ def random_bytes(seed: str, size: int) -> bytes:
 
 
 class MemoryFile(RemoteFile):
-    """A file elsewhere, of bytes that its seed determines. It notes what it is asked for."""
+    """A remote file, of bytes that its seed determines. It notes what it is asked for."""
 
     scheme = "s3"
 

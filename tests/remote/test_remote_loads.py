@@ -248,7 +248,7 @@ def test_backend_of_files_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("cache", ["auto", "direct"])
 @pytest.mark.parametrize("backend", ["object_store", "nixl", "replicas"])
-def test_backend_of_files_elsewhere_refuses_files(
+def test_backend_of_remote_files_refuses_files(
     backend: str, cache: str, tiny_checkpoint: Path
 ) -> None:
     with pytest.raises(BackendUnavailable, match="reads only remote files"):

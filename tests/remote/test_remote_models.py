@@ -369,7 +369,7 @@ def test_extra_files_of_a_class_are_found(
     require_same(model, folder)
 
 
-def test_torchao_reads_the_metadata_of_files_elsewhere(server: ObjectServer) -> None:
+def test_torchao_reads_the_metadata_of_remote_files(server: ObjectServer) -> None:
     module = pytest.importorskip("transformers.quantizers.quantizer_torchao")
     if not hasattr(module.TorchAoHfQuantizer, "set_metadata"):
         pytest.skip("it does not read it itself")

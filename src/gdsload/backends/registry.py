@@ -31,7 +31,7 @@ BUILT_IN = {
     "gds": "gdsload.backends.cufile.gds:GdsBackend",
 }
 # Backends for remote files. Each file names its backend; `auto` never chooses between them.
-ELSEWHERE = {
+REMOTE = {
     "object_store": "gdsload.backends.remote:RemoteBackend",
     "nixl": "gdsload.backends.remote:PeerBackend",
     "replicas": "gdsload.backends.remote:ReplicaBackend",
@@ -94,7 +94,7 @@ def _is_named(backend: Any) -> bool:
 
 def _taken(name: str) -> str:
     """Why a plugin cannot have this name, or "": only `register_backend` replaces a backend."""
-    return f"gdsload has its own backend {name!r}" if name in {**BUILT_IN, **ELSEWHERE} else ""
+    return f"gdsload has its own backend {name!r}" if name in {**BUILT_IN, **REMOTE} else ""
 
 
 def built_in(name: str) -> type[Backend]:
@@ -105,7 +105,7 @@ def built_in(name: str) -> type[Backend]:
     """
     if name in _registered:
         return _registered[name]
-    module, _, attribute = {**BUILT_IN, **ELSEWHERE}[name].partition(":")
+    module, _, attribute = {**BUILT_IN, **REMOTE}[name].partition(":")
     try:
         backend: type[Backend] = getattr(import_module(module), attribute)
     except Exception as error:  # no memory, or no descriptor, to import it with
@@ -176,7 +176,7 @@ def find(name: str) -> type[Backend]:
     Raises:
         BackendUnavailable: It is unknown (the others are named), unfit, or cannot be imported.
     """
-    if name in BUILT_IN or name in ELSEWHERE:
+    if name in BUILT_IN or name in REMOTE:
         return built_in(name)
     found, refusals = discover()
     if name in found:

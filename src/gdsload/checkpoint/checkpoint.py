@@ -2,7 +2,7 @@
 
     source -> shard paths -> descriptors -> headers -> tensors (-> compared with the index)
 
-Header and data are read from the same descriptor, or from the same version of a file elsewhere, so
+Header and data are read from the same descriptor, or from the same version of a remote file, so
 that a file that is replaced meanwhile cannot combine the names of one version with the bytes of
 another. Finding files is the task of `locate`, the format of a header that of `header`. Tensor data
 is not read here.
@@ -287,7 +287,7 @@ class Checkpoint(quiesce.Holder):
 
     @property
     def remote(self) -> bool:
-        """Whether its files are elsewhere, such as in an object store."""
+        """Whether its files are remote, such as in an object store."""
         return any(shard.remote is not None for shard in self.shards)
 
     @property

@@ -34,7 +34,7 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)((?:\.[\w.-]+)?)\.safetensors", re.D
 
 class ShardPath(NamedTuple):
     """One shard that was found: its name in an index, its path, and its directory if that is
-    elsewhere."""
+    remote."""
 
     name: str
     path: str

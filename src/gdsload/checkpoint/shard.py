@@ -1,7 +1,7 @@
 """One file of a checkpoint, and the identity of the version that was opened.
 
     Shard          a file of this machine: it has a descriptor
-    RemoteShard    a file elsewhere, such as in an object store
+    RemoteShard    a remote file, such as in an object store
 
 After opening, the file is not opened by name again, except after `quiesce_shards`, and then only if
 it is still the same version: header and data come from one version. Finding shards and parsing
@@ -37,7 +37,7 @@ _lock = fork_safe_lock(sys.modules[__name__])
 class Identity(NamedTuple):
     """Tells one version of a file from another; all fields but the last are those of fstat.
 
-    For a file elsewhere `remote` is its key and version, and `ino` differs for each opening if the
+    For a remote file `remote` is its key and version, and `ino` differs for each opening if the
     version does not stand for the bytes.
     """
 
@@ -55,7 +55,7 @@ class Identity(NamedTuple):
         )
 
     @classmethod
-    def elsewhere(cls, size: int, remote: tuple[str, str], opening: int = 0) -> Identity:
+    def of_remote(cls, size: int, remote: tuple[str, str], opening: int = 0) -> Identity:
         return cls(-1, opening, size, 0, 0, remote)
 
 
@@ -66,9 +66,9 @@ class Shard:
         path: The path as the user gave it, for messages.
         name: The name by which an index refers to the file.
         identity: The version of the file, taken from the descriptor when it was opened.
-        remote: The file elsewhere that it stands for; None for a file of this machine.
-        directory: The directory elsewhere that it is in, also of a copy in the local cache.
-        origin: Of a copy in the local cache: the key and the version of the file elsewhere.
+        remote: The remote file that it stands for; None for a file of this machine.
+        directory: The remote directory that it is in, also of a copy in the local cache.
+        origin: Of a copy in the local cache: the key and the version of the remote file.
         size: The size of the file in bytes.
         fstype: The type of its filesystem, such as "nfs4" or "btrfs"; "" if its device number is
             that of a disk, or if the type is not known.
@@ -159,8 +159,8 @@ class Shard:
 
     @property
     def original(self) -> Identity:
-        """The identity of its bytes: that of the file elsewhere if it is a copy, else its own."""
-        return Identity.elsewhere(self.size, self.origin) if self.cached else self.identity
+        """The identity of its bytes: that of the remote file if it is a copy, else its own."""
+        return Identity.of_remote(self.size, self.origin) if self.cached else self.identity
 
     @property
     def filesystem(self) -> str:
@@ -315,7 +315,7 @@ def _release(shards: Iterable[Shard], *, quiesced: bool) -> None:
 
 
 class RemoteShard(Shard):
-    """One open file elsewhere. It has no descriptor.
+    """One open remote file. It has no descriptor.
 
     Attributes:
         remote: The file.
@@ -334,7 +334,7 @@ class RemoteShard(Shard):
         self.directory = directory
         self._closed = False
         number = 0 if file.version_is_exact else next(_openings)
-        identity = Identity.elsewhere(file.size, (file.key, file.version), number)
+        identity = Identity.of_remote(file.size, (file.key, file.version), number)
         super().__init__(-1, identity, path=file.url, name=name)
         self.first_read_seconds = seconds
 

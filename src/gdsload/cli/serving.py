@@ -1,4 +1,4 @@
-"""The command `serve`: shows a checkpoint in this machine's memory to readers elsewhere."""
+"""The command `serve`: shows a checkpoint in this machine's memory to readers on other machines."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _digest(facts: list[Any]) -> str:
 
 def _version_of(file: Identity, origin: tuple[str, str], node: str) -> _Version:
     """Copies have other numbers, and on another node perhaps other times; one in the local cache
-    counts as the file elsewhere, which another rank may read there.
+    counts as the remote file, which another rank may read there.
 
     A file of `replicas` has the version of the first source that answered a rank: not compared.
     """

@@ -4,7 +4,7 @@
 
 An `Offer` holds ranges of one checkpoint that a prefetch has read or is reading. Files are compared
 by the identity of their bytes, so a newer version of a file is never mistaken for the old one, and
-a copy in the local cache counts as the file elsewhere. A load claims before it plans its reads. A
+a copy in the local cache counts as the remote file. A load claims before it plans its reads. A
 claimed range is gone for others, because two tensors must never share memory. Nothing is read here.
 """
 

@@ -21,7 +21,7 @@ from gdsload._native.memory import Region
 from gdsload._native.ranges import bytes_of
 from gdsload.backends import Backend, Registration, choose
 from gdsload.backends.base import MAPPED_PATH
-from gdsload.backends.registry import ELSEWHERE
+from gdsload.backends.registry import REMOTE
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, CheckpointError, PlacementError
 from gdsload.loading.accounting import record_backend
@@ -72,7 +72,7 @@ def verifier_of(
 
 def remote_backend_of(checkpoint: Checkpoint) -> str:
     """The name of the backend that reads a remote checkpoint; "" for local files."""
-    remote = checkpoint.shards[0].remote  # then all are elsewhere
+    remote = checkpoint.shards[0].remote  # then all are remote
     return "" if remote is None else remote.backend
 
 
@@ -213,12 +213,12 @@ class Session(quiesce.Holder):
         """A new backend. "auto" is, into a CUDA device, the backend that measures and fails over;
         into DRAM, the first backend that works."""
         device, wanted, options = self.device, self._settings.backend, self._settings.options
-        if wanted in ELSEWHERE and self.checkpoint.shards[0].cached:
+        if wanted in REMOTE and self.checkpoint.shards[0].cached:
             wanted = "auto"  # the local cache has all of what it would read
         why = ""
         if self._remote and wanted not in ("auto", self._remote):
             why = f"these are remote files: backend {self._remote!r} reads them"
-        elif wanted in ELSEWHERE and not self._remote:
+        elif wanted in REMOTE and not self._remote:
             why = "it reads only remote files"
         if why:
             text = f"backend {wanted!r}: {self.report.source}: {why}"
@@ -287,7 +287,7 @@ class Session(quiesce.Holder):
     def _prefetched(
         self, ranges: Sequence[ByteRange]
     ) -> tuple[dict[str, BufferView], dict[str, Claim]]:
-        # Of a file elsewhere, a mapping is one of a copy, which may change unnoticed.
+        # Of a remote file, a mapping is one of a copy, which may change unnoticed.
         owned = self.cache in ("direct", "buffered") or not self._maps or bool(self._remote)
         found, offers = claim_ranges(
             self.checkpoint,

@@ -1,4 +1,4 @@
-"""`gdsload.serve`: shows the weights in this process's memory to readers elsewhere.
+"""`gdsload.serve`: shows the weights in this process's memory to readers on other machines.
 
     tensors ──► regions ──► registered with NIXL, once ──► read one-sided by other processes
        │                    (what cannot be registered is staged: a copy in host memory)
@@ -337,8 +337,9 @@ def serve(
             returns at once: readers get what has arrived, and wait for the rest. Of tied weights of
             a model the first name is served.
         name: The name of the model in the URL.
-        host: The address to listen on. Readers elsewhere need one that they reach; "0.0.0.0" is all
-            addresses of this machine: in `url`, readers put one of them in its place.
+        host: The address to listen on. Readers on other machines need one that they reach;
+            "0.0.0.0" is all addresses of this machine: in `url`, readers put one of them in its
+            place.
         port: The port; 0 takes a free one, which `url` tells.
         files: Further small files, by name. Of a model, its configuration is served; of a peer, its
             small files; of a path or another URL, the .json, .txt, .model and .jinja files.

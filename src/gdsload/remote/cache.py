@@ -52,7 +52,7 @@ _seals: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class CachedFile(RemoteFile):
-    """A file elsewhere, with a cache in front of it.
+    """A remote file, with a cache in front of it.
 
     Attributes:
         refusal: Why the cache is not used, or not filled any more, or "".
@@ -168,7 +168,7 @@ class CachedFile(RemoteFile):
             return False
 
     def _fetch(self, entry: Entry, start: int, stop: int) -> Iterator[memoryview]:
-        """Reads a range elsewhere, and writes it to the cache, block by block."""
+        """Reads a range of the remote file, and writes it to the cache, block by block."""
         first, digest = start, entry.hasher()
 
         def record(end: int) -> None:
@@ -254,7 +254,7 @@ lifecycle.at_exit(lifecycle.RINGS, _finish_seals)  # after prefetches: their end
 
 
 class CachedDirectory(RemoteDirectory):
-    """A directory elsewhere, with a cache in front of its files. `read` does not use it."""
+    """A remote directory, with a cache in front of its files. `read` does not use it."""
 
     def __init__(self, directory: RemoteDirectory, cache: LocalCache) -> None:
         """Reads nothing."""

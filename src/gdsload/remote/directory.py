@@ -1,4 +1,4 @@
-"""Directories elsewhere: the files that a URL names.
+"""Remote directories: the files that a URL names.
 
     s3://bucket/model ──► RemoteDirectory ──┬─ names, read ──► index, config.json
                                             └─ open ──► RemoteFile, one for each shard
@@ -39,7 +39,7 @@ _CLASSES["replicas"] = "gdsload.remote.replica_directory:ReplicaDirectory"
 
 
 class RemoteDirectory(ABC):
-    """The files directly in one directory elsewhere.
+    """The files directly in one remote directory.
 
     Attributes:
         path: Its URL, without credentials, for messages.

@@ -1,4 +1,4 @@
-"""The interface of a file elsewhere: in an object store, or in the memory of a peer.
+"""The interface of a remote file: in an object store, or in the memory of a peer.
 
     url ──► RemoteFile (one version) ── chunks(offset, length) ──► memory
 
@@ -24,7 +24,7 @@ LOCAL_CACHE = "local_cache"  # the I/O path of bytes that the local cache had
 
 
 class LocalCopy(NamedTuple):
-    """A copy of a file elsewhere on this machine.
+    """A copy of a remote file on this machine.
 
     Attributes:
         path: Its path.
@@ -52,7 +52,7 @@ class SourceFacts(NamedTuple):
 
 
 class RemoteFile(ABC):
-    """One immutable version of a file elsewhere.
+    """One immutable version of a remote file.
 
     Its methods may be called from several threads at once.
 

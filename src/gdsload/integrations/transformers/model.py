@@ -178,7 +178,7 @@ def _means_its_own(backend: str, cls: Any) -> bool:
         base.__module__.startswith("transformers.") for base in cls.__mro__
     ):
         return False
-    return backend not in registry.ELSEWHERE and backend not in registry.discover()[0]
+    return backend not in registry.REMOTE and backend not in registry.discover()[0]
 
 
 def _is_of_models(cls: Any) -> bool:

@@ -1,10 +1,10 @@
-"""Stand-ins for models elsewhere: a local directory from which transformers can load them.
+"""Stand-ins for remote models: a local directory from which transformers can load them.
 
     s3://bucket/model ──► temporary directory ──┬─ config.json and other small files
                                                 └─ shards, which have their headers only, or
                                                    are links to the local cache
 
-transformers finds classes and files in the directory. The hooks know which file elsewhere a
+transformers finds classes and files in the directory. The hooks know which remote file a
 stand-in means (`original`), and read that. Code that opens a stand-in itself gets an error about a
 truncated file. Not responsible for reading tensors.
 """
@@ -79,7 +79,7 @@ def opened_as(files: Sequence[str]) -> Checkpoint | None:
 
 @contextmanager
 def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
-    """A directory that stands for a model elsewhere, inside the `with`.
+    """A directory that stands for a remote model, inside the `with`.
 
     Args:
         url: The URL of the model's directory.
