@@ -275,7 +275,7 @@ def test_broken_header_ends_all_threads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [-1, float("nan")])
 def test_header_limit_that_is_no_size_is_refused(two: Path, limit: Any) -> None:
-    with pytest.raises(ValueError, match="is no number of bytes"):
+    with pytest.raises(ValueError, match="must be a number of bytes"):
         Checkpoint.open(two, header_limit=limit)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import gdsload
 import tinymodels
@@ -352,9 +352,17 @@ def test_custom_code_of_a_url_is_imported_once(
 @pytest.mark.skipif(
     not hasattr(transformers.PretrainedConfig, "extra_files"), reason="classes name no files"
 )
-def test_extra_files_of_a_class_are_found(
-    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cached", ["nothing", "shards", "all"])
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_extra_files_of_the_class_that_is_loaded_are_found(
+    server: ObjectServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    cached: str,
 ) -> None:
+    """A class may load checkpoints of other model types, and have files that these do not name."""
+    monkeypatch.setattr(speculative_prefetch, "LEAST_PREFETCH_BYTES", 0)
     folder, extra = server.root / "model", "extra.safetensors"
     shard = next(file for file in folder.glob("*.safetensors") if "2-of" in file.name)
     index = folder / "model.safetensors.index.json"
@@ -363,10 +371,70 @@ def test_extra_files_of_a_class_are_found(
     index.write_text(json.dumps(facts))
     shard.rename(folder / extra)
     config = transformers.AutoConfig.from_pretrained(folder)
-    monkeypatch.setattr(type(config), "extra_files", (extra, "absent.safetensors"))
-    model, info = gdsload.from_pretrained(server.url("s3", "model"), output_loading_info=True)
+    base: Any = transformers.AutoModelForCausalLM.from_config(config).__class__
+    own_config = type("Config", (type(config),), {"extra_files": (extra, "absent.safetensors")})
+    own = type("Own", (base,), {"config_class": own_config})
+    url, words = server.url(scheme, "model"), {"output_loading_info": True}
+    if cached != "nothing":
+        words["cache_dir"] = tmp_path / "cache"
+        gdsload.from_pretrained(url, cls=own if cached == "all" else base, **words)
+    before = len(server.reads("model/*.safetensors"))
+    model, info = gdsload.from_pretrained(url, cls=own, **words)
     assert not info["missing_keys"]
-    require_same(model, folder)
+    wanted = own.from_pretrained(folder).state_dict()
+    assert model.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(model.state_dict()[name], wanted[name]) for name in wanted)
+    if cached == "all":  # but for their heads, which tell the versions
+        assert all(read.first == 0 for read in server.reads("model/*.safetensors")[before:])
+
+
+@pytest.mark.parametrize("inside", ["", "weights"])
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_weights_have_the_name_that_the_config_gives_them(
+    server: ObjectServer, tiny_checkpoint: Path, scheme: str, inside: str
+) -> None:
+    folder = server.root / "model"
+    named = f"{inside}/other.safetensors" if inside else "other.safetensors.index.json"
+    if inside:
+        (folder / inside).mkdir()
+        tensors = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= load_file(file)
+        save_file(tensors, folder / named, metadata={"format": "pt"})
+    else:
+        shutil.copyfile(folder / "model.safetensors.index.json", folder / named)
+        for file in [*folder.glob("*.safetensors")]:
+            shutil.copyfile(file, folder / file.name.replace("model", "other"))
+        text = (folder / named).read_text().replace("model-0", "other-0")
+        (folder / named).write_text(text)
+    zeros = {"model.norm.weight": torch.zeros(64)}
+    save_file(zeros, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": named}))
+    model, info = gdsload.from_pretrained(server.url(scheme, "model"), output_loading_info=True)
+    assert not info["missing_keys"]
+    require_same(model, tiny_checkpoint)
+    assert server.reads("model/model*.safetensors") == []
+
+
+def test_weights_that_a_config_names_are_in_its_directory(server: ObjectServer) -> None:
+    folder = server.root / "model"
+    config = json.loads((folder / "config.json").read_text())
+    outside = {"transformers_weights": "../other/model.safetensors"}
+    (folder / "config.json").write_text(json.dumps(config | outside))
+    with pytest.raises(CheckpointError, match=r"transformers_weights .* stay inside"):
+        gdsload.from_pretrained(server.url("s3", "model"))
+
+
+def test_of_two_shards_with_a_tensor_the_one_that_transformers_takes_counts(
+    server: ObjectServer,
+) -> None:
+    folder = server.root / "model"
+    first, last = sorted(folder.glob("*.safetensors"))
+    tensors = load_file(first)
+    name = next(name for name in tensors if name.endswith("layernorm.weight"))
+    save_file(load_file(last) | {name: tensors[name] + 1}, last, metadata={"format": "pt"})
+    require_same(gdsload.from_pretrained(server.url("s3", "model")), folder)
 
 
 def test_torchao_reads_the_metadata_of_remote_files(server: ObjectServer) -> None:

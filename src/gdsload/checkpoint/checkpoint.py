@@ -66,7 +66,7 @@ class Checkpoint(quiesce.Holder):
         tensors: The tensors by name, ordered by shard and, within a shard, by offset.
         metadata: The metadata of all shards. For a key in several shards, the first one counts.
         total_bytes: The size of all tensors in bytes.
-        stall_seconds: The longest time in which the storage answers nothing.
+        stall_seconds: Seconds without an answer of the storage after which an operation fails.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Checkpoint(quiesce.Holder):
                 are ignored, and of two shards the shard in the index (else the last) counts.
                 Tensors that are not in the index are loaded in both cases, as by transformers.
             header_limit: The largest size of a header and of the index in bytes.
-            stall_seconds: The longest time in which the storage answers nothing.
+            stall_seconds: Seconds without an answer of the storage after which an operation fails.
 
         Raises:
             CheckpointError: A file is missing, cannot be opened or is invalid.
@@ -180,8 +180,24 @@ class Checkpoint(quiesce.Holder):
         title = shards[0].path if len(paths) == 1 else f"{shards[0].path} and {len(paths) - 1} more"
         if len({shard.directory is None for shard in shards}) > 1:
             raise CheckpointError(f"{title}: some of these files are URLs, and some are not")
-        found = CheckpointFiles(title, shards)
-        return cls._opened(title, lambda _: found, strict, header_limit, stall_seconds)
+        return cls.located(
+            CheckpointFiles(title, shards),
+            strict=strict,
+            header_limit=header_limit,
+            stall_seconds=stall_seconds,
+        )
+
+    @classmethod
+    def located(
+        cls,
+        files: CheckpointFiles,
+        *,
+        strict: bool = True,
+        header_limit: int = HEADER_LIMIT_BYTES,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> Checkpoint:
+        """Internal: opens files that `locate` has found. The rest is as for `open`."""
+        return cls._opened(files.title, lambda _: files, strict, header_limit, stall_seconds)
 
     @classmethod
     @collector_eased()
@@ -194,7 +210,7 @@ class Checkpoint(quiesce.Holder):
         stall_seconds: float,
     ) -> Checkpoint:
         if not header_limit >= 0:  # also if it is NaN, which nothing is larger than
-            raise ValueError(f"header_limit={header_limit!r} is no number of bytes")
+            raise ValueError(f"header_limit={header_limit!r} must be a number of bytes")
         files, shards, texts = in_thread(
             partial(_find_and_open, source, find, header_limit),
             shown_source(source),

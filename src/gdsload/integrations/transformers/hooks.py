@@ -166,7 +166,9 @@ def _load(
         options = unmapped(options)
     try:
         with ExitStack() as stack:
-            reader = stack.enter_context(ModelReader(files, options, report))
+            # transformers looks for files that a class has beside its checkpoint; not at a URL.
+            extra_files = getattr(type(model.config), "extra_files", ())
+            reader = stack.enter_context(ModelReader(files, options, report, extra_files))
             with outside_inference():  # what it makes is written to outside of it
                 reader.start(model, config)
             stack.pop_all()

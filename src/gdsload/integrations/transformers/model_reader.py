@@ -35,7 +35,12 @@ from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.integrations.transformers.shared_queue import SharedQueue
-from gdsload.integrations.transformers.stand_ins import open_checkpoint, opened_as, original
+from gdsload.integrations.transformers.stand_ins import (
+    open_checkpoint,
+    opened_as,
+    original,
+    with_extra_files,
+)
 from gdsload.integrations.transformers.tied_weights import TiedWeights
 from gdsload.loading import device_batch
 from gdsload.loading.claims import prefetched_to
@@ -72,10 +77,16 @@ class Options:
 
 
 @contextmanager
-def _checkpoint_of(files: Sequence[str], stall_seconds: float) -> Iterator[Checkpoint]:
+def _checkpoint_of(
+    files: Sequence[str], extra_files: Sequence[str], stall_seconds: float
+) -> Iterator[Checkpoint]:
     """These files as one checkpoint. Of two files that hold a tensor the last one counts, as in
     transformers. A checkpoint that is open before is left open."""
     known, before = opened_as(files), open_checkpoint.get()
+    if known is not None and (found := with_extra_files(known, extra_files)):
+        with Checkpoint.located(found, strict=False, stall_seconds=stall_seconds) as checkpoint:
+            yield checkpoint
+        return
     if known is None and before is not None and _are_of(before, files):
         known = before
     if known is not None:
@@ -98,8 +109,23 @@ def _are_of(known: Checkpoint, files: Sequence[str]) -> bool:
 class ModelReader:
     """An open checkpoint whose tensors are requested by transformers. Must be closed."""
 
-    def __init__(self, files: Sequence[str], options: Options, report: LoadReport) -> None:
-        """Opens the files; reads nothing. Raises CheckpointError."""
+    def __init__(
+        self,
+        files: Sequence[str],
+        options: Options,
+        report: LoadReport,
+        extra_files: Sequence[str] = (),
+    ) -> None:
+        """Opens the files; reads nothing.
+
+        Args:
+            files: Their paths. Those of a URL are stand-ins.
+            options: How they are read.
+            report: The report of the load.
+            extra_files: Names of files that a URL may have in addition.
+
+        Raises CheckpointError.
+        """
         self.report = report
         self.options = options
         self.plan = LoadPlan()
@@ -115,7 +141,7 @@ class ModelReader:
             with report.phase("open"):
                 seconds = options.reading.stall_seconds
                 stack.enter_context(quiesce.loading(report.source))
-                self.checkpoint = stack.enter_context(_checkpoint_of(files, seconds))
+                self.checkpoint = stack.enter_context(_checkpoint_of(files, extra_files, seconds))
             self.verifier = verifier_of(self.checkpoint, options.reading.verify, report)
             self.session = stack.enter_context(self._session("cpu"))
             self.queue = ReadaheadQueue(self.session)

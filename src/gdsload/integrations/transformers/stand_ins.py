@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.checkpoint.locate import relative
+from gdsload.checkpoint.locate import CheckpointFiles, ShardPath, locate, relative
 from gdsload.errors import CheckpointAccessError, CheckpointError, CheckpointNotFound
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.remote.directory import USUAL_NAMES, RemoteDirectory, open_directory
@@ -38,14 +38,14 @@ _WEIGHTS = (
     ".safetensors",
 )  # fmt: skip
 _ADAPTER = "adapter_model.safetensors"  # the weights of an adapter, as peft names them
+_NAMED = "transformers_weights"  # the attribute of a config that names the file of the weights
 
 
 class _StandIns(NamedTuple):
-    """URLs by the path of their stand-in, and the checkpoints whose shards stand in a folder."""
+    """URLs by the path of their stand-in, and open checkpoints by those of all their shards."""
 
     urls: Mapping[str, str]
-    folder: Path
-    checkpoints: Sequence[Checkpoint]
+    checkpoints: Mapping[tuple[str, ...], Checkpoint]
 
 
 _in_effect: ContextVar[_StandIns | None] = ContextVar("gdsload.stand_ins", default=None)
@@ -64,17 +64,32 @@ def opened_for(path: Any) -> Checkpoint | None:
     current, known = _in_effect.get(), open_checkpoint.get()
     if current is None or known is None or original(path) == path:
         return None
-    return known if any(known is each for each in current.checkpoints) else None
+    return known if any(known is each for each in current.checkpoints.values()) else None
 
 
 def opened_as(files: Sequence[str]) -> Checkpoint | None:
     """The open checkpoint for whose shards these files stand; None if there is none."""
-    if current := _in_effect.get():
-        paths = [os.path.normpath(file) for file in files]
-        for checkpoint in current.checkpoints:
-            if paths == [str(current.folder / shard.name) for shard in checkpoint.shards]:
-                return checkpoint
-    return None
+    current = _in_effect.get()
+    if current is None:
+        return None
+    return current.checkpoints.get(tuple(os.path.normpath(file) for file in files))
+
+
+def with_extra_files(checkpoint: Checkpoint, names: Sequence[str]) -> CheckpointFiles | None:
+    """The files of a remote checkpoint and others in its directory; None if it has no others.
+
+    Raises CheckpointError.
+    """
+    directory = checkpoint.shards[0].directory
+    shards = [shard.name for shard in checkpoint.shards]
+    if directory is None or not (
+        extra := [name for name in names if name not in shards and directory.has(name)]
+    ):
+        return None
+    return CheckpointFiles(
+        checkpoint.source,
+        tuple(ShardPath(name, directory.path_of(name), directory) for name in [*shards, *extra]),
+    )
 
 
 @contextmanager
@@ -102,34 +117,45 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
     subfolder, variant = relative(words.get("subfolder") or "", "subfolder"), words.get("variant")
     directory = joined(url, subfolder)
     source = open_directory(directory)
-    opened = partial(Checkpoint.open, cache_dir=words.get("cache_dir"), strict=False)
+    find = partial(locate, cache_dir=words.get("cache_dir"))
     with ExitStack() as stack:
         outer = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdsload-"))
         top = os.path.join(outer, _name_of(url))
         folder = Path(top, subfolder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = _fetch(source, folder, variant, words.get("target_lang"))
-        urls, checkpoints = {top: url}, []
+        urls = {top: url}
+        checkpoints: dict[tuple[str, ...], Checkpoint] = {}
+
+        def add(found: CheckpointFiles, inside: str = "") -> Checkpoint:
+            # As transformers, it does not look into the index for the shard of a tensor.
+            files = found._replace(weight_map=None)
+            checkpoint = stack.enter_context(Checkpoint.located(files, strict=False))
+            paths, remote = _placed(checkpoint, joined(directory, inside), folder / inside)
+            checkpoints[paths] = checkpoint
+            urls.update(remote)
+            return checkpoint
+
         has_adapter = (folder / "adapter_config.json").exists()
         # Without a config of its own, an adapter is for a model in another place.
         if (folder / "config.json").exists() or not has_adapter:
             try:
-                checkpoint = stack.enter_context(opened(url, subfolder=subfolder, variant=variant))
+                if named := _named_weights(folder, words):
+                    if named.endswith(".json") and not (folder / named).exists():
+                        (folder / named).write_bytes(source.read(named, MOST_COPIED_BYTES))
+                    checkpoint = add(find(joined(directory, named)), os.path.dirname(named))
+                else:
+                    checkpoint = add(find(url, subfolder=subfolder, variant=variant))
             except CheckpointNotFound:
                 # Perhaps only a tokenizer, or weights of another format, which transformers names.
                 if weights or not any(folder.iterdir()):
                     raise
             else:
-                checkpoints.append(checkpoint)
-                urls |= _placed(checkpoint, directory, folder)
                 stack.enter_context(held(open_checkpoint, checkpoint))
-        others = weights - {shard.name for each in checkpoints for shard in each.shards}
-        for name in [_ADAPTER] * has_adapter + _extra_files(folder, others):
-            if not (folder / name).exists():
-                with suppress(CheckpointNotFound):
-                    checkpoints.append(stack.enter_context(opened(joined(directory, name))))
-                    urls |= _placed(checkpoints[-1], directory, folder)
-        stack.enter_context(held(_in_effect, _StandIns(urls, folder, checkpoints)))
+        if has_adapter and not (folder / _ADAPTER).exists():
+            with suppress(CheckpointNotFound):
+                add(find(joined(directory, _ADAPTER)))
+        stack.enter_context(held(_in_effect, _StandIns(urls, checkpoints)))
         try:
             yield top
         except Exception as error:
@@ -144,30 +170,45 @@ def _name_of(url: str) -> str:
     return re.sub(r"[^\w-]", "_", name)[-64:] or "model"
 
 
-def _extra_files(folder: Path, others: set[str]) -> list[str]:
-    """Those of other safetensors files that a model of this class has beside its checkpoint."""
-    if not others - {_ADAPTER}:
-        return []  # without the import of transformers, which takes seconds
-    try:
-        from transformers import CONFIG_MAPPING
+def _named_weights(folder: Path, words: Mapping[str, Any]) -> str:
+    """The file of weights that a config names, relative to its directory; "" if it names none.
 
-        config = json.loads((folder / "config.json").read_bytes())
-        return sorted(others.intersection(CONFIG_MAPPING[config["model_type"]].extra_files))
-    except (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []  # or the transformers is too old to have any
+    Raises CheckpointError if it leads outside.
+    """
+    config = words.get("config")
+    if config is None or isinstance(config, (str, os.PathLike)):
+        try:
+            facts = json.loads((folder / "config.json").read_bytes())
+        except (OSError, ValueError):
+            return ""  # transformers says why
+        named = facts.get(_NAMED) if isinstance(facts, dict) else None
+        if named is not None:
+            named = words.get(_NAMED, named)
+    else:
+        named = getattr(config, _NAMED, None)
+    if not isinstance(named, str) or not named.endswith(
+        (".safetensors", ".safetensors.index.json")
+    ):
+        return ""  # transformers says why
+    return relative(named, _NAMED)
 
 
-def _placed(checkpoint: Checkpoint, directory: str, folder: Path) -> dict[str, str]:
-    """Puts stand-ins of its shards into a folder. Returns URLs, by the path of the stand-in."""
-    urls = {}
+def _placed(
+    checkpoint: Checkpoint, directory: str, folder: Path
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Puts stand-ins of its shards into a folder. Returns their paths, and the URLs of those that
+    have headers only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths, urls = [], {}
     for shard in checkpoint.shards:
         path = folder / shard.name
+        paths.append(str(path))
         if shard.cached:
             path.symlink_to(os.path.abspath(shard.path))
         else:
             path.write_bytes(shard.read(0, shard.data_start))
             urls[str(path)] = joined(directory, shard.name)
-    return urls
+    return tuple(paths), urls
 
 
 def _fetch(
