@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from copy import copy
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +21,12 @@ from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.locate import title_of
 from gdsload.checkpoint.selection import repeatable
-from gdsload.errors import GdsloadError, prefixed_with, safetensors_errors
+from gdsload.errors import (
+    GdsloadError,
+    prefixed_with,
+    safetensors_errors,
+    without_traceback,
+)
 from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
     Session,
@@ -209,11 +213,12 @@ def load_file(
         infos = wanted.parts
         if session.device != target:  # torch moves the tensors there
             pairs = load_in_windows(session, infos, STREAM_WINDOW_BYTES, target, advance)
-            return dict(wanted.assembled(pairs))
+            return dict(wanted.assembled(session, pairs))
         tensors = load(session, infos, wanted.read_bytes, target, advance)
         if wanted.whole:
             return tensors
-        return dict(wanted.assembled((info.name, tensors.pop(info.name)) for info in infos))
+        pairs = ((info.name, tensors.pop(info.name)) for info in infos)
+        return dict(wanted.assembled(session, pairs))
 
 
 def load_into(
@@ -272,8 +277,8 @@ def load_into(
         options: As for `load_file`.
         progress: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the load fails.
-        verify: As for `load_file`. Other than "size", all bytes pass read windows, and each window
-            is compared before any of it is copied.
+        verify: As for `load_file`. With any value but "size", all bytes pass read windows, and each
+            window is compared before any of it is copied.
         on_event: As for `load_file`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
@@ -446,7 +451,7 @@ def stream(
         with call.opened() as (session, wanted, advance):
             pairs = load_in_windows(session, wanted.parts, window_bytes, target, advance)
             with closing(pairs):
-                yield from wanted.assembled(pairs)
+                yield from wanted.assembled(session, pairs)
 
     return _Stream(read())
 
@@ -457,14 +462,14 @@ class _Stream:
 
     def __init__(self, tensors: Generator[tuple[str, torch.Tensor], None, None]) -> None:
         self._tensors = tensors
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def __iter__(self) -> _Stream:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         if self._error is not None:
-            raise copy(self._error)  # the original would collect the frames of every caller
+            raise without_traceback(self._error)
         try:
             return next(self._tensors)
         except StopIteration:
@@ -480,10 +485,7 @@ class _Stream:
         if not isinstance(error, Exception):
             self._error = GdsloadError(f"this stream was ended by {type(error).__name__}")
             return
-        try:
-            self._error = copy(error)  # without a traceback, whose frames have the memory of reads
-        except Exception:  # that of a function of the caller, with a constructor of its own
-            self._error = GdsloadError(f"{type(error).__name__}: {error}")
+        self._error = without_traceback(error)
 
     def close(self) -> None:
         self._tensors.close()
@@ -515,9 +517,12 @@ class _Wanted:
         self.nbytes = sum(each.nbytes for each in self._tensors) if slices else self.read_bytes
 
     def assembled(
-        self, pairs: Iterable[tuple[str, torch.Tensor]]
+        self, session: Session, pairs: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of what is wanted, from (name, tensor) of the parts in their order."""
+        """(name, tensor) of what is wanted, from (name, tensor) of the parts in their order.
+
+        Raises FileChanged.
+        """
         if self.whole:
             yield from pairs
             return
@@ -525,6 +530,8 @@ class _Wanted:
         for wanted in self._tensors:
             parts = [tensor for _, tensor in islice(pairs, len(wanted.slice.parts))]
             tensor = assembled(wanted.slice, parts)
+            if any(map(session.maps, parts)) and not session.maps(tensor):
+                session.checkpoint.verify_unchanged({wanted.info.shard})  # copied from its file
             del parts
             yield wanted.info.name, tensor.squeeze(wanted.removed) if wanted.removed else tensor
             del tensor

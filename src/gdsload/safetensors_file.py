@@ -95,7 +95,7 @@ class safe_open:
     ) -> None:
         if framework not in ("pt", "torch", "pytorch", "np", "numpy"):
             raise also_safetensors(ValueError)(
-                f"framework {framework!r}: gdsload gives torch or numpy tensors"
+                f"framework={framework!r} must be pt or np: gdsload gives torch or numpy tensors"
             )
         self._numpy = framework in ("np", "numpy")
         settings = ReadSettings(
@@ -156,7 +156,7 @@ class safe_open:
             ReadError: The read failed.
         """
         info = self._open().info(name)
-        return self._converted(name, self._read([info])[name])
+        return self._converted(info, self._read([info])[name])
 
     @safetensors_errors()
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
@@ -173,7 +173,8 @@ class safe_open:
             ReadError: A read failed.
         """
         infos = self._open().infos(names)
-        return {name: self._converted(name, tensor) for name, tensor in self._read(infos).items()}
+        tensors = self._read(infos)
+        return {info.name: self._converted(info, tensors.pop(info.name)) for info in infos}
 
     @safetensors_errors()
     def get_slice(self, name: str) -> Slice:
@@ -231,17 +232,26 @@ class safe_open:
                     report.verified_bytes = report.wanted_bytes  # whole files, when it was opened
                 return tensors
 
-    def _is_mapped(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor views a file, which takes no memory of its own."""
-        return tensor.is_cpu and self._session.maps_address(tensor.data_ptr())
-
-    def _converted(self, name: str, tensor: torch.Tensor) -> Any:
+    def _converted(self, info: TensorInfo, tensor: torch.Tensor) -> Any:
+        mapped = self._session.maps(tensor)
         if self._numpy:
             # Reads share mappings and pools, but a change of one array must not change a later one.
-            shared = self._is_mapped(tensor) or current_pool() is not None
-            array = _as_numpy(name, tensor)
-            return array.copy() if shared else array
-        return tensor if self._device == self._session.device else moved(tensor, self._device)
+            shared = mapped or current_pool() is not None
+            array = _as_numpy(info.name, tensor)
+            made = array.copy() if shared else array
+        else:
+            made = tensor if self._device == self._session.device else moved(tensor, self._device)
+            mapped = mapped and made is not tensor
+        if mapped:
+            self._verify_unchanged(info)
+        return made
+
+    def _verify_unchanged(self, info: TensorInfo) -> None:
+        """Checks that the file of a tensor did not change while it was copied from a mapping."""
+        with self._lock:
+            if self._checkpoint.closed:
+                raise self._closed_error()
+            self._checkpoint.verify_unchanged({info.shard})
 
     def __enter__(self) -> safe_open:
         return self
@@ -305,8 +315,9 @@ class Slice:
         count = info.shape[0] if info.shape and info.dtype != "F4" else 0
         if count and isinstance(first, slice):
             start, stop, step = first.indices(count)
-            if step == 1:
-                info, rest = rows_of(info, start, max(stop, start)), (slice(None), *others)
+            if step > 0:
+                end = max(range(start, stop, step), default=start - 1) + 1
+                info, rest = rows_of(info, start, end), (slice(None, None, step), *others)
         elif type(first) is int and -count <= first < count:
             row = first % count
             info, rest = rows_of(info, row, row + 1), (0, *others)
@@ -314,10 +325,13 @@ class Slice:
         tensor = self._opened._read([info], parts=parts)[info.name]
         with making(tensor.nbytes, tensor, f"a part of tensor {shown(info.name)}"):
             part = tensor[rest]
+        mapped = self._opened._session.maps(tensor)
         views = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        if views and part.numel() < tensor.numel() and not self._opened._is_mapped(tensor):
+        if views and part.numel() < tensor.numel() and not mapped:
             part = copied(part)  # the view would keep all of the tensor
-        return self._opened._converted(info.name, part)
+        if mapped and not views:
+            self._opened._verify_unchanged(info)
+        return self._opened._converted(info, part)
 
     def __reduce__(self) -> str:
         raise TypeError("a slice of a safe_open cannot be copied or pickled")

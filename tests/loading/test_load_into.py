@@ -319,7 +319,7 @@ def test_of_names_that_share_a_target_the_first_one_is_read(tmp_path: Path) -> N
         ({"q": torch.zeros(60, 64).to_sparse()}, PlacementError, "layout"),
         ({"q": fused[:60], "k": fused[59:79]}, PlacementError, "shares memory"),
         ({"q": fused[:60], "norm": fused.view(torch.bfloat16)[0, :64]}, PlacementError, "shares"),
-        ({"q": 5}, TypeError, "is int, not a tensor"),
+        ({"q": 5}, TypeError, "'q' must be a tensor, not int"),
         ([("q", fused[:60]), ("q", fused[:60])], ValueError, "have the name 'q'"),
     ],
 )
@@ -347,7 +347,7 @@ def test_target_without_elements_is_loaded_whatever_its_strides(path: Path) -> N
 @pytest.mark.parametrize("place", [("q", slice(None), slice(0, 1)), 5, (5, slice(None))])
 def test_place_that_is_none_raises_type_error(path: Path, place: Any) -> None:
     target = torch.zeros(60, 64)
-    with pytest.raises(TypeError, match=r"rename gives .* for 'q', and not a name"):
+    with pytest.raises(TypeError, match=r"rename must give a name, .*, not .* for 'q'"):
         gdsload.load_into({"q": target}, path, names=["q"], rename=lambda _: place)
     assert not target.any()
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import descriptors
 import gdsload
 from gdsload import safetensors_file, warmup
-from gdsload.errors import ShortRead
+from gdsload.errors import FileChanged, ShortRead
 from waiting import wait_for
 
 ROWS, COLUMNS = 64, 1000
@@ -152,3 +152,33 @@ def test_read_behind_the_end_of_a_file_does_not_say_where_it_is(tmp_path: Path, 
         with pytest.raises(ShortRead, match=r"ended at byte \d+ or before, while") as caught:
             opened.get_tensor("b")
     assert caught.value.got == 0
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+@pytest.mark.parametrize("read", ["tensor", "tensors", "rows", "index"])
+def test_file_that_changes_while_it_is_copied_from_a_mapping_is_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, read: str
+) -> None:
+    reads = safetensors_file.safe_open._read
+    columns = [0, 5] if framework == "pt" else slice(0, 5)
+
+    def written_after(self: Any, *args: Any, **words: Any) -> Any:
+        tensors = reads(self, *args, **words)
+        with path.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"abcd")
+        return tensors
+
+    with gdsload.safe_open(path, framework, cache="mapped") as opened:
+        monkeypatch.setattr(safetensors_file.safe_open, "_read", written_after)
+        calls: dict[str, Any] = {
+            "tensor": lambda: opened.get_tensor("w"),
+            "tensors": lambda: opened.get_tensors(["w"]),
+            "rows": lambda: opened.get_slice("w")[-2:],
+            "index": lambda: opened.get_slice("w")[:, columns],
+        }
+        if framework == "pt" and read != "index":  # a view of the file: nothing is copied
+            calls[read]()
+        else:
+            with pytest.raises(FileChanged, match="it was written to"):
+                calls[read]()

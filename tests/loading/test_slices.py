@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ from safetensors.torch import save_file
 
 import gdsload
 from devicetensors import BACKENDS, raw
-from gdsload.errors import CheckpointError, PlacementError
-from gdsload.loading import window_writer
+from gdsload.errors import CheckpointError, FileChanged, PlacementError
+from gdsload.loading import batch, window_writer
 from gdsload.planning import tensor_slices
 from gpudoubles import Doubles
 
@@ -173,3 +175,22 @@ def test_tensor_that_is_named_as_rows_of_a_large_one_is_its_own(tmp_path: Path) 
     target = {name: torch.full_like(tensor, 7) for name, tensor in saved.items()}
     gdsload.load_into(target, tmp_path)
     assert all(torch.equal(target[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("load", [gdsload.load_file, streamed])
+@pytest.mark.parametrize("index", [slice(0, 6, 2), (slice(None), 3)])
+def test_file_that_changes_while_a_slice_is_copied_from_it_is_an_error(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Load, index: Any
+) -> None:
+    file = tmp_path / "model.safetensors"
+    shutil.copyfile(path, file)
+
+    def written_before(*args: Any) -> torch.Tensor:
+        with file.open("r+b") as opened:
+            opened.seek(-4, os.SEEK_END)
+            opened.write(b"abcd")
+        return batch.assembled(*args)
+
+    monkeypatch.setattr("gdsload.api.assembled", written_before)
+    with pytest.raises(FileChanged, match="it was written to"):
+        load(file, slices={"a": index}, names=["a"], cache="mapped")

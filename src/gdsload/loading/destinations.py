@@ -121,7 +121,7 @@ def named_tensors(targets: Targets) -> dict[str, torch.Tensor]:
             found[name] = tensor
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{shown(name)} is {type(tensor).__name__}, not a tensor")
+            raise TypeError(f"{shown(name)} must be a tensor, not {type(tensor).__name__}")
     return found
 
 
@@ -200,7 +200,7 @@ def _place_of(name: str, rename: Rename) -> tuple[str, Any] | None:
     parts: Sequence[Any] = place if isinstance(place, (tuple, list)) else (place, ...)
     if len(parts) != 2 or not isinstance(parts[0], str):
         raise TypeError(
-            f"rename gives {place!r} for {shown(name)}, and not a name, (name, index) or None"
+            f"rename must give a name, (name, index) or None, not {place!r} for {shown(name)}"
         )
     return parts[0], parts[1]
 

@@ -88,7 +88,10 @@ def partial_errors(
         if partial is None:
             raise
         if isinstance(error, Exception):
-            raise partial from error
+            try:
+                raise partial from error
+            finally:
+                del partial  # it refers to this frame
         if hasattr(error, "add_note"):  # Python 3.11; Ctrl-C stays what it is
             error.add_note(str(partial))
         raise

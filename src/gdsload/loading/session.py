@@ -45,6 +45,8 @@ from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
+    import torch
+
     from gdsload.loading.batch import Batch
     from gdsload.loading.integrity import Verifier
     from gdsload.memory.host_pool import HostPool
@@ -436,10 +438,10 @@ class Session(quiesce.Holder):
             fill.note(self.report, past_cache)
         return fill.active(past_cache)
 
-    def maps_address(self, address: int) -> bool:
-        """Whether the memory at an address is a mapping of a shard."""
-        return any(
-            region.address <= address < region.address + region.length
+    def maps(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor views a mapping of a shard, and takes no memory of its own."""
+        return tensor.is_cpu and any(
+            region.address <= tensor.data_ptr() < region.address + region.length
             for region in list(self._mapped.values())  # other threads may read
         )
 

@@ -120,16 +120,26 @@ def slice_of(info: TensorInfo, index: Any = ...) -> TensorSlice:
     ranges: list[tuple[int, int]] = []
     for item, size in zip(items, info.shape, strict=False):
         if not isinstance(item, slice) or item.step not in (None, 1):
-            if not ranges:
+            if ranges:
+                first, rows = slice(None), ranges[0]
+            elif isinstance(item, slice) and item.step > 1:
+                first, rows = slice(None, None, item.step), _bounds(item, size)
+            else:
                 return _in_memory(info, items)
             # The index begins with a range of rows: only these are read.
-            rows = _in_memory(rows_of(info, *ranges[0]), (slice(None), *items[1:]))
+            found = _in_memory(rows_of(info, *rows), (first, *items[1:]))
             key = PartName(info.name, f"[{items}]")
-            return rows._replace(key=key, parts=(rows.parts[0]._replace(name=key),))
+            return found._replace(key=key, parts=(found.parts[0]._replace(name=key),))
         start, stop, _ = item.indices(size)
         ranges.append((start, max(stop, start)))
     ranges += [(0, size) for size in info.shape[len(ranges) :]]
     return _ranged(info, ranges)
+
+
+def _bounds(item: slice, size: int) -> tuple[int, int]:
+    """The first row of a range with steps, and the one after its last; equal if it is empty."""
+    rows = range(*item.indices(size))
+    return (rows[0], rows[-1] + 1) if rows else (0, 0)
 
 
 def _in_memory(info: TensorInfo, index: Any) -> TensorSlice:
