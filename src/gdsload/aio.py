@@ -21,7 +21,7 @@ from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.integrations.transformers.model import from_pretrained
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.system import async_call
-from gdsload.system.cancellation import CancelToken, check
+from gdsload.system.cancellation import WAKE_SECONDS, CancelToken, check
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import STALL_SECONDS
 
@@ -138,14 +138,17 @@ async def astream(
             stop.over = False
             step = thread.call(stop.run, next, tensors, _END)
             name, tensor = await asyncio.shield(step)
+            step = None  # it has the tensor
             if tensor is None:
                 return
             yield name, tensor
+            del tensor
     finally:
         try:
             if step is not None and not step.done():
                 await _end(stop, step)
         finally:
+            step = None  # its error refers to this frame
             await thread.call(tensors.close)  # type: ignore[attr-defined]
 
 
@@ -171,7 +174,7 @@ def _in_turn(
             turn.acquire()
 
     callback = in_a_pause if callable(on_module_ready) else on_module_ready
-    while not turn.acquire(timeout=0.1):
+    while not turn.acquire(timeout=WAKE_SECONDS):
         check()  # raises if this load was cancelled
     try:
         return from_pretrained(source, *args, on_module_ready=callback, **kwargs)
@@ -243,6 +246,8 @@ async def afrom_pretrained(
         except asyncio.CancelledError:
             await _end(stop, loading)
             raise
+        finally:
+            del loading  # its error refers to this frame, and to those with the model
 
 
 async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -51,6 +52,15 @@ def one_line(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def without_traceback(error: BaseException) -> BaseException:
+    """A copy of an error, to be kept or raised again. The traceback of the original has the frames
+    of every caller, and in them the memory of a load."""
+    try:
+        return copy(error)
+    except Exception:  # that of a function of the caller, with a constructor of its own
+        return GdsloadError(f"{type(error).__name__}: {error}")
 
 
 def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:

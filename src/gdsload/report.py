@@ -109,8 +109,9 @@ class LoadReport:
         cpu_seconds: Processor seconds of the whole process in this time.
         peak_rss_bytes: Largest resident memory of the process so far, in bytes.
         failure: The error that ended the load, or "".
-        integration: For a model, the way into transformers: "hook", "safe_open" or "stock". For
-            other libraries "load_file": they call functions of safetensors that gdsload replaces.
+        integration: For a model, the entry point into transformers: "hook", "safe_open" or "stock".
+            For other libraries "load_file": they call functions of safetensors that gdsload
+            replaces.
         integration_reason: Why it was "safe_open" or "stock", or "".
         modules_ready: With `on_module_ready`, whether modules were reported during the load, or at
             its end and why.
@@ -277,7 +278,8 @@ class LoadReport:
                 setattr(self, name, mine or theirs)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields except the spans, `read_ratio`, and `rate` as `bytes_per_second`."""
+        """All fields except the spans; in addition `read_ratio`, and `rate` under the name
+        `bytes_per_second`."""
         facts = {
             name: copy(value) if isinstance(value, (dict, list)) else value
             for name, value in vars(self).items()
@@ -386,7 +388,7 @@ class LoadReport:
 
     def end(self) -> None:
         """Internal: reports to observers that the load has ended."""
-        publisher, self._publisher = self._publisher, None
+        publisher, self._publisher, self._on_event = self._publisher, None, None
         if publisher is not None:
             publisher.end()
 

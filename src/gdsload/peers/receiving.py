@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.manifest import LIMIT_BYTES, MANIFEST_NAME, Manifest, parse_manifest
 from gdsload.dtypes import DTYPES
-from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
+from gdsload.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    GdsloadError,
+    without_traceback,
+)
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import ChecksumBlock, Verifier
 from gdsload.loading.session import Session
@@ -184,7 +189,7 @@ class Receiving:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            raise self._error
+            raise without_traceback(self._error)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name, over the memory that is served."""

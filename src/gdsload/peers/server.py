@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from gdsload.dtypes import DTYPES, known_dtype
-from gdsload.errors import GdsloadError, one_line, shown
+from gdsload.errors import GdsloadError, one_line, shown, without_traceback
 from gdsload.memory.tensors import flat_bytes
 from gdsload.peers.arrivals import Arrivals
 from gdsload.peers.memory import RegisteredMemory
@@ -36,6 +36,7 @@ from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote.directory import is_file_name
 from gdsload.remote.messages import PAYLOAD_LIMIT_BYTES
+from gdsload.system import quiesce
 from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class _Weights(NamedTuple):
     copied_bytes: int = 0
 
 
-class WeightServer:
+class WeightServer(quiesce.Holder):
     """Serves weights until it is closed; `serve` makes one. A context manager.
 
     Attributes:
@@ -135,11 +136,16 @@ class WeightServer:
         self._service: Service | None = Service(name, host, port, tickets)
         shown_host = f"[{host}]" if ":" in host else host
         self.url = f"nixl://{shown_host}:{self._service.port}/{quote(name)}"
+        quiesce.register(self)
         try:
             self.publish()
         except BaseException:
             self.close()
             raise
+
+    def busy(self) -> str:
+        """Internal: a snapshot cannot carry connections and registered memory."""
+        return f"{self.url} is being served"
 
     def publish(self) -> None:
         """Serves the weights as they are now, after `withdraw`.
@@ -222,7 +228,7 @@ class WeightServer:
         if receiving is not None:
             receiving.wait()
         elif missing is not None:
-            raise missing
+            raise without_traceback(missing)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a path or a URL, for use in this process: no copies, but views of the
@@ -291,6 +297,7 @@ class WeightServer:
         service = self._service
         if service is None:
             return
+        quiesce.unregister(self)
         try:
             self.withdraw()
         finally:
@@ -393,7 +400,7 @@ def _collected(model: Any) -> _Weights:
     elif isinstance(model, Mapping):
         tensors = dict(model)
     else:
-        raise TypeError(f"cannot serve a {type(model).__name__}: a path, a model or tensors")
+        raise TypeError(f"model must be a path, a module or tensors, not {type(model).__name__}")
     served = {name: _tensor(name, tensor) for name, tensor in tensors.items()}
     copied_bytes = sum(
         each.flat.numel()

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +24,7 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.selection import repeatable
-from gdsload.errors import CheckpointError, GdsloadError, StallError
+from gdsload.errors import CheckpointError, GdsloadError, StallError, without_traceback
 from gdsload.loading import claims
 from gdsload.loading.session import Session, verifier_of
 from gdsload.loading.settings import ReadSettings
@@ -36,6 +35,7 @@ from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fit
 from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport, peak_rss_bytes
 from gdsload.system import lifecycle, quiesce
+from gdsload.system.cancellation import WAKE_SECONDS
 from gdsload.system.device_name import current_gpu, device_kind, require_name
 from gdsload.system.gc_control import ease_imports, imports_done
 from gdsload.system.stall import STALL_SECONDS, StallWatch
@@ -56,7 +56,6 @@ REMEMBERED = 32  # ended prefetches that `warmup.status` can report
 # `prefetch` waits for its thread this long. Most checkpoints are open by then; beside an
 # `import torch`, the thread would take ten times as long to get there.
 HEAD_START_SECONDS = 0.025
-_POLL_SECONDS = 0.1
 _OTHER_POLL_SECONDS = 0.01  # while another prefetch is waited for; delays `close`
 # `close` waits this long for the thread. It takes longer only if a signal handler that has
 # interrupted the holder of a lock calls `close`.
@@ -127,7 +126,7 @@ class Prefetch(quiesce.Holder):
         self._checkpoint = checkpoint  # the caller's, who closes it
         self._offer = claims.Offer(source, keep=keep, verify=settings.verify)
         self._batch: PrefetchBatch | None = None
-        self._error: GdsloadError | None = None
+        self._error: BaseException | None = None
         self._state = OPENING
         self._wanted_bytes = self._landed_bytes = self._resident_bytes = 0
         self._warm_bytes = 0  # in the page cache before the prefetch
@@ -288,9 +287,9 @@ class Prefetch(quiesce.Holder):
             self._offer.note_progress(batch.idle_seconds())
             if self._offer.awaited and batch.session.verifier is not None:
                 batch.hurry()  # its bytes are offered when all have been compared
-            batch.pause(0, -1, _POLL_SECONDS)
+            batch.pause(0, -1, WAKE_SECONDS)
         if batch.error is not None:
-            raise batch.error
+            raise without_traceback(batch.error)
 
     def _await_others(self) -> None:
         """Raises PrefetchCancelled if one of them has not read all."""
@@ -372,8 +371,7 @@ class Prefetch(quiesce.Holder):
     def _fail(self, error: GdsloadError) -> None:
         with self._lock:
             if self._state in (OPENING, READING):
-                # A copy has no traceback, whose frames refer to the files and memory of the reads.
-                self._error = copy(error)
+                self._error = without_traceback(error)
                 self._state = FAILED
                 self.report.failure = f"{type(error).__name__}: {error}"
 
@@ -402,6 +400,8 @@ class Prefetch(quiesce.Holder):
         self._posted.set()
         self._ended.set()
         self.report.end()
+        # What the user gave it is not kept as long as its report.
+        self._settings, self._names = self._settings.changed(on_event=None), None
 
     def _landed_of(self, batch: PrefetchBatch) -> int:
         """Wanted bytes that were read. Reads may include gaps between wanted bytes."""
@@ -447,16 +447,16 @@ class Prefetch(quiesce.Holder):
             raise GdsloadError(f"{self.source}: a callback of its prefetch cannot wait for it")
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set():
-            left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
+            left = WAKE_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
             if threading.current_thread() is threading.main_thread():
                 self._offer.awaited = True  # one that it waits for may have to compare
                 if batch := self._batch:
                     batch.hurry()
-            self._ended.wait(min(left, _POLL_SECONDS))
+            self._ended.wait(min(left, WAKE_SECONDS))
         if self._error is not None:
-            raise copy(self._error)  # the original would collect the frames of every caller
+            raise without_traceback(self._error)
         if not self._complete:
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         return True
@@ -487,7 +487,7 @@ class Prefetch(quiesce.Holder):
         if not self._ended.is_set():
             return f"{self.source} is being prefetched"
         if self._thread not in (None, threading.current_thread()):
-            self._thread.join(_POLL_SECONDS)  # not for long: a callback may load, which waits
+            self._thread.join(WAKE_SECONDS)  # not for long: a callback may load, which waits
             if self._thread.is_alive():
                 return f"{self.source} was prefetched, and a callback has not returned"
         return ""
@@ -653,16 +653,21 @@ def prefetch(
         raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     if tier == "pagecache" and page_cache == "drop":
-        raise ValueError("tier='pagecache' fills the page cache: page_cache='drop' contradicts it")
+        raise ValueError(
+            "tier='pagecache' cannot be combined with page_cache='drop': it fills the page cache"
+        )
     if tier == "pagecache" and verify != "size":
         raise ValueError(
-            f"tier='pagecache' keeps no bytes in this process: verify={verify!r} is for the load"
+            f"tier='pagecache' cannot be combined with verify={verify!r}: it keeps no bytes in this"
+            " process, and the load compares them"
         )
     if tier == "pagecache":
         # A session of direct reads would drop them again on btrfs.
         settings = settings.changed(cache="buffered")
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
-        raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
+        raise ValueError(
+            f"limit_bytes={limit_bytes!r} must be at least 1, and needs tier='pagecache'"
+        )
     name = require_name(device)
     if name == "cuda":
         name = current_gpu()

@@ -143,7 +143,7 @@ class PageCacheWarmup(PrefetchBatch):
 def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     """Buffered reads of the bytes that are not in the page cache, in file order."""
     merged_ranges = merged_ranges_of(ranges, 0)
-    cold = list(_cold_pieces(session, merged_ranges))
+    cold = list(_cold_ranges(session, merged_ranges))
     # A backend is opened only if there is something to read.
     most = session.open().limits(session.device).max_request if cold else WARM_REQUEST_BYTES
     request_bytes = min(WARM_REQUEST_BYTES, most)
@@ -168,10 +168,10 @@ def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     return ReadPlan(tuple(transfers), targets, tuple(merged_ranges), locations, (), wanted)
 
 
-def _cold_pieces(
+def _cold_ranges(
     session: Session, merged_ranges: Iterable[MergedRange]
 ) -> Iterator[tuple[int, int, int]]:
-    """The shard, the first byte and the end of each piece that is not in the page cache."""
+    """The shard, the first byte and the end of each range that is not in the page cache."""
     for merged in merged_ranges:
         fd = session.checkpoint.shards[merged.shard].fd
         for offset in range(merged.offset, merged.end, WARM_REQUEST_BYTES):

@@ -30,7 +30,7 @@ from gdsload.errors import GdsloadError, StallError, extra_hint, shown
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import LOCAL_CACHE, LocalCopy, RemoteFile, SourceFacts
-from gdsload.system import lifecycle
+from gdsload.system import lifecycle, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.threads import start_thread
 
@@ -251,6 +251,18 @@ def _finish_seals() -> None:
 
 
 lifecycle.at_exit(lifecycle.RINGS, _finish_seals)  # after prefetches: their end begins some
+
+
+class _SealHolder(quiesce.Holder):
+    """The threads that seal files, which `quiesce` waits for."""
+
+    def busy(self) -> str:
+        seals = sum(thread.is_alive() for thread in list(_seals))
+        return f"{seals} files of the local cache are being flushed to the disk" if seals else ""
+
+
+_seal_holder = _SealHolder()
+quiesce.register(_seal_holder)
 
 
 class CachedDirectory(RemoteDirectory):

@@ -40,7 +40,8 @@ def quiesce(timeout: float = 30.0) -> None:
     """Releases every ring, AIO context, descriptor, pin and native thread of gdsload, and closes
     the cuFile driver.
 
-    Waits for loads and prefetches in progress. Memory that was read stays, in tensors and in
+    Waits for loads and prefetches in progress, and for files of the local cache that are being
+    flushed. Memory that was read stays, in tensors and in
     prefetches. An open `safe_open` or `Checkpoint` opens its files again when it is next used, or
     with `resume`, and raises FileChanged if they have changed. Start no load in other threads
     meanwhile.
@@ -50,7 +51,7 @@ def quiesce(timeout: float = 30.0) -> None:
 
     Raises:
         GdsloadError: a load or a prefetch is still in progress, for example a stream that is not
-            consumed. Nothing was released.
+            consumed, or weights are served. Nothing was released.
 
     Example:
         >>> gdsload.quiesce()  # now dump the process; in the restored process:

@@ -42,7 +42,7 @@ from gdsload.backends.base import (
     require_own_process,
 )
 from gdsload.backends.cufile import library
-from gdsload.errors import BackendUnavailable, PlacementError
+from gdsload.errors import BackendUnavailable, PlacementError, without_traceback
 from gdsload.memory import DRAM, VRAM, staging_ring
 from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system import gpu
@@ -233,7 +233,7 @@ class AutoBackend(Backend):
                 if ends:
                     self._post_ends(request, ends)
             if request.error is not None:
-                raise request.error
+                raise without_traceback(request.error)
 
     def _new_benchmark(self, path: str) -> Benchmark:
         self._probe_others()
@@ -310,7 +310,7 @@ class AutoBackend(Backend):
                 return candidate.post(request, transfers, self._device)
             except (BackendUnavailable, PlacementError, OSError) as error:
                 if candidate.name == FALLBACK:
-                    request.error = error
+                    request.error = without_traceback(error)
                 else:
                     self._abandon(candidate, str(error), is_temporary(error))
                     candidate = self._after(candidate)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.backends.auto.transfers import wanted_bytes_of
 from gdsload.backends.base import Failure, OpenFile, Progress, Registrations, RequestFacts
+from gdsload.errors import without_traceback
 from gdsload.planning.read_plan import Transfer
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class AutoRequest:
     stream: int | None = None
     ahead: bool = False
     undone: int = 0
-    error: Exception | None = None
+    error: BaseException | None = None
     parts: list[Part] = field(default_factory=list)
     held: list[tuple[Part, list[Transfer]]] = field(default_factory=list)
 
@@ -82,7 +83,7 @@ class AutoRequest:
     def news(self) -> tuple[list[int], list[Failure]]:
         """The transfers that settled since the last call, and the failures among them."""
         if self.error is not None:
-            raise self.error
+            raise without_traceback(self.error)
         settled, self._settled = self._settled, []
         return settled, [self._failed[tag] for tag in settled if tag in self._failed]
 
