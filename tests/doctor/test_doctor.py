@@ -74,7 +74,7 @@ def test_summary_has_a_line_per_finding_and_hints_of_failures() -> None:
 @pytest.mark.parametrize(
     ("direct", "conclusion"),
     [
-        ((Finding("direct I/O on m", "yes"),), "Every path to DRAM works"),
+        ((Finding("direct I/O on m", "yes"),), "The default path to DRAM works"),
         ((Finding("direct I/O on m", "partly"),), "direct I/O was not tried"),
         ((Finding("direct I/O on m", "no"),), "Only slower paths"),
         ((), "direct I/O was not tried"),

@@ -43,10 +43,10 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0: every path to DRAM works; 1: only slower ones work; 2: none works.
+        """0: the default path to DRAM works; 1: only slower ones work; 2: none works.
 
-        Every path works if the first engine and direct I/O do. Direct I/O that could not be tried
-        is assumed to work.
+        The default path are the first engine and direct I/O. Direct I/O that could not be tried is
+        assumed to work, but not if the storage of the path did not answer.
         """
         verdicts = {each.name: each.verdict for each in self.findings}
         works = [verdicts.get(f"engine {engine}") == YES for engine in ENGINES]
@@ -79,7 +79,7 @@ class Diagnosis:
 
 _NAME_COLUMNS = 24  # longer names, such as paths, do not widen the column
 _CONCLUSIONS = (
-    f"Every path to DRAM works: reads by engine {ENGINES[0]}, through the page cache and direct.",
+    f"The default path to DRAM works: engine {ENGINES[0]}, through the page cache and direct.",
     "Only slower paths to DRAM work: see the lines above that are not yes.",
     "No path to DRAM works: no engine can read here.",
 )

@@ -14,20 +14,15 @@ from gdsload._native import system
 from gdsload.backends.posix.backend import RING_BYTES
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
 from gdsload.system.available import available_bytes
+from gdsload.system.capabilities import CAP_IPC_LOCK, has_capability
 
-_CAP_IPC_LOCK = 14
 _DAMON, _DAMON_RECLAIM = "sys/kernel/mm/damon/admin", "sys/module/damon_reclaim/parameters"
-_ALL_USERS = ["0", "0", "4294967295"]  # the uid_map of the first user namespace
 
 
 def locked_memory(root: str = "/") -> Finding:
     """Whether staging rings can be registered with io_uring, which locks their memory."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    capable = re.search(r"^CapEff:\s*(\w+)", read_text(root, "proc/self/status"), re.MULTILINE)
-    # In a user namespace of its own, a process has capabilities that the kernel ignores here.
-    owner = read_text(root, "proc/self/uid_map").split()
-    host = not owner or owner == _ALL_USERS
-    if host and capable and int(capable[1], 16) >> _CAP_IPC_LOCK & 1:
+    if has_capability(CAP_IPC_LOCK, root):
         return Finding("memlock", YES, "no limit (CAP_IPC_LOCK)")
     if soft == resource.RLIM_INFINITY:
         return Finding("memlock", YES, "no limit")

@@ -47,7 +47,7 @@ from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system.available import filled
-from gdsload.system.cancellation import check
+from gdsload.system.cancellation import WAKE_SECONDS, check
 from gdsload.system.stall import StallWatch
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from gdsload.memory.host_pool import PoolBuffers
     from gdsload.planning.tensor_slices import TensorSlice
 
-_POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 # After these errors of a disk the kernel keeps pages that it could not read.
 _BAD_DISK = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
 # A block to compare, the transfers that read it (first and last), and the range that it is in.
@@ -366,7 +365,7 @@ class Batch:
                 watch()
                 check()
                 first, last = to_check[0][:2] if to_check else (0, -1)
-                self.pause(first, last, _POLL_SECONDS)
+                self.pause(first, last, WAKE_SECONDS)
             self._require_progress(None)
             self._check_arrived(to_check, watch)
         self._verified |= bool(parts)
@@ -377,7 +376,7 @@ class Batch:
             while not self.settle(name):
                 watch()
                 check()
-                self.claims[name].pause(_POLL_SECONDS)
+                self.claims[name].pause(WAKE_SECONDS)
             advance(claim.range.nbytes)
 
     def _to_check(self, parts: Sequence[ByteRange | TensorInfo]) -> deque[_Check]:

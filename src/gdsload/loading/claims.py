@@ -28,7 +28,7 @@ from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange
 from gdsload.remote.urls import is_url, sources_of, split_file
 from gdsload.report import LoadReport
-from gdsload.system.cancellation import check
+from gdsload.system.cancellation import WAKE_SECONDS, check
 from gdsload.system.gc_control import collector_paused, imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 from gdsload.system.parallel import in_thread
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # The state of prefetched bytes: being read, read, or lost (cancelled or failed: to be read anew).
 READING, READ, LOST = "reading", "read", "lost"
 
-_POLL_SECONDS = 0.1  # a cancelled load waits this long at most
 _LOOK_SECONDS = 2.0  # for the answer of a mount
 _start = attrgetter("start")
 
@@ -177,7 +176,7 @@ class Offer:
             watch()
             if self.stalled(stall_seconds):
                 return False
-            self._known.wait(min(_POLL_SECONDS, stall_seconds))
+            self._known.wait(min(WAKE_SECONDS, stall_seconds))
         return True
 
     def announce(self, checkpoint: Checkpoint, ranges: Iterable[ByteRange]) -> None:

@@ -20,14 +20,13 @@ from gdsload.loading.claims import offered
 from gdsload.memory import staging_ring
 from gdsload.memory.host_buffers import current_pool
 from gdsload.system import gpu, quiesce
-from gdsload.system.cancellation import check
+from gdsload.system.cancellation import WAKE_SECONDS, check
 from gdsload.system.threads import start_thread
 
 # Contexts take seconds on machines with many GPUs. A prefetch waits no longer.
 OPEN_SECONDS = 30.0
 # How long a load that fails waits for the driver.
 LEAVE_SECONDS = 0.5
-_POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 
 
 def begin(
@@ -110,7 +109,7 @@ class DeviceInit(quiesce.Holder):
         """Waits for the end of it, as long as the driver takes. Raises LoadCancelled."""
         while self._thread is not None and self._thread.is_alive():
             check()
-            self._thread.join(_POLL_SECONDS)
+            self._thread.join(WAKE_SECONDS)
 
     def join_briefly(self) -> None:
         """Waits up to LEAVE_SECONDS for the thread, which may go on longer."""

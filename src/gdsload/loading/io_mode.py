@@ -17,9 +17,10 @@ import errno
 import os
 import resource
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
@@ -39,6 +40,8 @@ from gdsload.planning.read_plan import (
 from gdsload.report import LoadReport
 from gdsload.system.parallel import in_thread, parallel_map
 from gdsload.system.storage import Storage, reads_in_flight, remote_storage, storage_of
+
+Result = TypeVar("Result")
 
 _COPY_BYTES = 128 << 10
 _ALIGN_BYTES = 8  # to which safetensors aligns the data of a file
@@ -145,6 +148,18 @@ class ShardAccess:
         if self.cache == "mapped":
             return True
         opened = self._checkpoint.shards[shard]
+        return self._answered(opened, partial(self._is_warm, shard, ranges))
+
+    def _answered(self, shard: Shard, question: Callable[[], Result]) -> Result:
+        """The answer to a question about the page cache, which may be a round trip of distant
+        storage. Raises StallError."""
+        if not shard.may_hang:
+            return question()
+        return in_thread(question, shard.path, stall_seconds=self._checkpoint.stall_seconds)
+
+    def _is_warm(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
+        """Whether the page cache holds these ranges of a shard, nearly all of them."""
+        opened = self._checkpoint.shards[shard]
         # A fault on a page that is not there would be a round trip of distant storage.
         warm = page_cache.wholly_resident if opened.distant else page_cache.mostly_resident
         merged = merged_ranges_of(ranges)
@@ -194,11 +209,14 @@ class ShardAccess:
             return "direct" if self.cache == "direct" else "buffered"
         opened = self._checkpoint.shards[shard]
         if shard not in self._residency:
-            self._residency[shard] = page_cache.residency(opened.fd, opened.size)
+            residency = partial(page_cache.residency, opened.fd, opened.size)
+            self._residency[shard] = self._answered(opened, residency)
         if self._residency[shard] != "some":
             return "buffered" if self._residency[shard] == "all" else "direct"
         length = min(length, opened.size - offset)
-        warm = page_cache.wholly_resident(opened.fd, offset, length)
+        warm = self._answered(
+            opened, partial(page_cache.wholly_resident, opened.fd, offset, length)
+        )
         return "buffered" if warm else "direct"
 
     def register(self, backend: Backend, *shards: int) -> None:
@@ -320,7 +338,7 @@ class ShardAccess:
     def _note_absent(self, shard: Shard) -> None:
         """Notes what `close` drops. The kernel tells it only to those who may write to the file."""
         try:
-            absent = page_cache.absent_ranges(shard.fd, shard.size)
+            absent = self._answered(shard, partial(page_cache.absent_ranges, shard.fd, shard.size))
             self._absent.append((os.dup(shard.fd), absent))
         except OSError as error:
             self.report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)

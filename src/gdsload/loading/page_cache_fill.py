@@ -121,7 +121,7 @@ class PageCacheFill:
         """
         if self._decided is not None:
             return
-        if self._cache == "buffered" and not self._checkpoint.remote:
+        if self._cache == "buffered":
             self._decided, self._text = False, "filled: cache='buffered' reads through it"
             return
         nbytes = nbytes or self._total_bytes
@@ -153,8 +153,6 @@ class PageCacheFill:
 
     def _why_not(self, nbytes: int, beside_bytes: int) -> str:
         shards = self._checkpoint.shards
-        if self._checkpoint.remote:
-            return "the files are remote"
         if self._cache != "auto":
             return f"cache={self._cache!r}"
         if distant := next((each.filesystem for each in shards if each.distant), ""):

@@ -26,7 +26,7 @@ def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> Read
             return changed
     tensor, got = tensor_at(plan, transfer), failure.got
     facts: dict[str, Any] = {"path": path, "offset": offset, "wanted": wanted, "got": got}
-    if failure.errno == 0 and not failure.text:
+    if failure.ended_early:
         before = "" if got else " or before"  # a read that begins behind the end gets nothing
         return ShortRead(
             f"{path}: the file ended at byte {offset + got}{before}, while bytes up to"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import DRAM, reaches
 from gdsload.backends.registry import names as registered, options_for_vram_alone
+from gdsload.remote.urls import shown_source
 from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
@@ -110,11 +111,11 @@ def _require_verify(verify: str | os.PathLike[str], cache: str) -> None:
     """Raises ValueError if `verify` has no such value, or contradicts `cache`."""
     if isinstance(verify, str) and verify not in VERIFY_METHODS:
         raise ValueError(
-            f"verify={verify!r} must be one of {', '.join(VERIFY_METHODS)}, or the Path of a"
-            " manifest"
+            f"verify={shown_source(verify)!r} must be one of {', '.join(VERIFY_METHODS)}, or the"
+            " Path of a manifest"
         )
     if verify != "size" and cache == "mapped":
         raise ValueError(
-            f"cache='mapped' contradicts verify={verify!r}: a mapped file may change after it was"
-            " compared"
+            f"cache='mapped' cannot be combined with verify={verify!r}: a mapped file may change"
+            " after it was compared"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload._native.memory import Pool, Region
@@ -18,6 +19,7 @@ from gdsload.errors import CheckpointError, PlacementError
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.system.available import take_room
 from gdsload.system.gc_control import collector_paused
+from gdsload.system.parallel import in_thread
 
 if TYPE_CHECKING:
     from gdsload._native.cuda import Block
@@ -99,10 +101,16 @@ def current_pool() -> HostPool | None:
 
 
 def map_shard(checkpoint: Checkpoint, shard: int) -> Region:
-    """A private mapping of a whole shard. Its pages are those of the page cache until a write."""
+    """A private mapping of a whole shard. Its pages are those of the page cache until a write.
+
+    Raises CheckpointError, and StallError: the server of a distant file may be asked.
+    """
     opened = checkpoint.shards[shard]
+    map_file = partial(Region.file, opened.fd, opened.size)
     try:
-        return Region.file(opened.fd, opened.size)
+        if opened.may_hang:
+            return in_thread(map_file, opened.path, stall_seconds=checkpoint.stall_seconds)
+        return map_file()
     except OSError as error:
         raise CheckpointError(
             f"{opened.path}: cannot be mapped: {error.strerror}", path=opened.path

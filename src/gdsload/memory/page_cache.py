@@ -14,9 +14,11 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from mmap import PAGESIZE
 
 from gdsload._native import system
+from gdsload.system.capabilities import CAP_FOWNER, has_capability
 from gdsload.system.storage import is_overlay
 
 # A large range is judged by this many samples of this size: to query each page of 15 GB takes
@@ -57,7 +59,7 @@ def _resident_pages(fd: int, offset: int, length: int) -> int:
         if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP):
             raise
         refusal = error
-    if not _mincore_is_true(fd, root=refusal.errno == errno.ENOSYS and os.geteuid() == 0):
+    if not _mincore_is_true(fd):
         raise PermissionError(
             errno.EPERM,
             "the kernel reports the page cache of a file only to its owner and to users with"
@@ -66,14 +68,19 @@ def _resident_pages(fd: int, offset: int, length: int) -> int:
     return system.mincore_pages(fd, offset, length)
 
 
-def _mincore_is_true(fd: int, *, root: bool) -> bool:
-    """Whether mincore reports the true residency of a file to this process.
-
-    `root`: the privilege of root suffices, so the file is not examined.
-    """
-    if root or os.fstat(fd).st_uid == os.geteuid():
+def _mincore_is_true(fd: int) -> bool:
+    """Whether mincore reports the true residency of a file to this process: to its owner, to root,
+    and to those who may write to it."""
+    user = os.geteuid()
+    if os.fstat(fd).st_uid == user or _owns_all_files(user):
         return True
     return os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
+
+
+@cache
+def _owns_all_files(_user: int) -> bool:
+    """Whether this process has the rights of every owner: uid 0 of a container may not."""
+    return has_capability(CAP_FOWNER)
 
 
 def estimated_bytes(fd: int, offset: int, length: int) -> int:
@@ -137,14 +144,15 @@ def has_arrived(fd: int, offset: int, length: int) -> bool:
 
     `cachestat` counts such a page as resident, but it may never arrive. A process that maps the
     file and uses the page waits without end, or is killed by SIGBUS. True if this process may only
-    sample the file: a sample is of a page that has arrived.
+    sample the file: a sample is of a page that has arrived. False if the kernel cannot tell: before
+    6.14 `cachestat` answers to everybody, and `mincore` does not.
     """
     try:
         counted = system.cachestat(fd, offset, length)
     except OSError:
         return True
     try:
-        return system.mincore_pages(fd, offset, length) >= counted
+        return _mincore_is_true(fd) and system.mincore_pages(fd, offset, length) >= counted
     except OSError:  # it cannot be mapped either
         return False
 

@@ -15,6 +15,9 @@ from gdsload.errors import GdsloadError
 
 Result = TypeVar("Result")
 
+# What waits looks this often for a Ctrl-C, a cancelled load, and errors of other threads.
+WAKE_SECONDS = 0.1
+
 
 class LoadCancelled(GdsloadError, RuntimeError):
     """The load was cancelled before its end. There is no model."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gdsload.errors import StallError
-from gdsload.system.cancellation import LoadCancelled, check
+from gdsload.system.cancellation import WAKE_SECONDS, LoadCancelled, check
 from gdsload.system.stall import STALL_SECONDS, StallWatch
 from gdsload.system.threads import condition, start_thread
 
@@ -21,7 +21,6 @@ Result = TypeVar("Result")
 
 _THREADS = 16  # requests in flight hide the latency of network storage; more gain nothing
 _AHEAD = 32  # finished results that wait for the consumer: bounds the memory of headers
-_WAKE_SECONDS = 0.1  # a Ctrl-C just before a wait begins is seen only when the wait ends
 
 
 class _Own(threading.local):
@@ -106,7 +105,7 @@ class _Threads(Generic[Item, Result]):
         with self._lock:
             before, start, watch = self.steps, time.monotonic(), StallWatch()
             while number not in self._outcomes:
-                self._changed.wait(min(_WAKE_SECONDS, stall_seconds))
+                self._changed.wait(min(WAKE_SECONDS, stall_seconds))
                 if self._crashes:
                     raise self._crashes[0]
                 check()
