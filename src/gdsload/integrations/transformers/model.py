@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from gdsload.backends import registry
 from gdsload.errors import CheckpointError, extra_hint, safetensors_errors
 from gdsload.integrations import other_libraries
 from gdsload.integrations.transformers import hooks
+from gdsload.integrations.transformers.adapters import adapter_config_of
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, in_effect
 from gdsload.integrations.transformers.monkeypatch import held
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 _CONFIG_WORDS = (
     "cache_dir", "code_revision", "force_download", "gguf_file", "local_files_only", "proxies",
     "revision", "subfolder", "token", "trust_remote_code",
-)  # fmt: skip
-_ADAPTER_WORDS = (
-    "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
 )  # fmt: skip
 _lock = fork_safe_lock(sys.modules[__name__])
 hooks.patcher.add(other_libraries.PATCHES)
@@ -141,6 +139,7 @@ def from_pretrained(
     ):
         if callbacks is not None:
             callbacks.source = str(path)
+            callbacks.words = kwargs
         if cls is None:
             with report.phase("import transformers"):  # which takes nearly all of it
                 cls = architecture(path, **kwargs)
@@ -234,11 +233,7 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
                 ) from None
             # An adapter has no config of its own: the class is that of its base model, which
             # transformers finds by the same keywords.
-            found = None
-            with suppress(OSError, ValueError):
-                where = {name: kwargs[name] for name in _ADAPTER_WORDS if name in kwargs}
-                where |= kwargs.get("adapter_kwargs") or {}
-                found = transformers.utils.find_adapter_config_file(str(source), **where)
+            found = adapter_config_of(source, kwargs)
             if found is None:
                 raise
             try:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 
+from gdsload.integrations.transformers.adapters import is_loaded_with
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 
@@ -42,12 +43,15 @@ class ModuleCallbacks:
     ) -> None:
         """Raises TypeError if `callback` is not callable."""
         if not callable(callback):
-            raise TypeError(f"on_module_ready={callback!r} cannot be called")
+            raise TypeError(
+                f"on_module_ready={callback!r} must be a function of a name and a module"
+            )
         self._callback = callback
         # The callback sees the context variables of the caller: a load that it starts is
         # independent of this one.
         self._context = copy_context()
         self.source = os.fspath(source)  # what transformers is given
+        self.words: Mapping[str, Any] = {}  # and its keywords
         self._report = report
         report.modules_ready = (
             "at the end: transformers does not report each parameter on this path"
@@ -87,7 +91,8 @@ class ModuleCallbacks:
             return "weights are moved between devices"
         named = getattr(load_config, "pretrained_model_name_or_path", None)
         is_base = named is not None and str(named) != self.source
-        if is_base or getattr(model, "_hf_peft_config_loaded", False):  # or the adapter itself
+        is_adapter = getattr(model, "_hf_peft_config_loaded", False)
+        if is_base or is_adapter or is_loaded_with(self.source, self.words):
             return "an adapter may exchange modules"
         if has_own_ties(model):
             return f"{type(model).__name__}.tie_weights may write to modules"

@@ -33,12 +33,12 @@ from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, part_ranges
 from gdsload.system import cancellation
+from gdsload.system.cancellation import WAKE_SECONDS
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
 
-_POLL_SECONDS = 0.1  # the longest delay of Ctrl-C, and of an error that another thread saw
 _HANDED_OVER_AT_ONCE = 256  # tensors
 
 
@@ -319,7 +319,7 @@ class ReadaheadQueue:
                         self.waited_seconds += waited
                         break
                 start = time.monotonic()
-                reads.await_slice(tensor_slice, _POLL_SECONDS)
+                reads.await_slice(tensor_slice, WAKE_SECONDS)
                 waited += time.monotonic() - start
         except BaseException:
             with self._lock:

@@ -24,12 +24,11 @@ from gdsload.loading.session import Session
 from gdsload.planning.layer_order import in_layers
 from gdsload.planning.tensor_slices import TensorSlice
 from gdsload.system import torch_thread
+from gdsload.system.cancellation import WAKE_SECONDS
 from gdsload.system.threads import condition, start_thread
 
 if TYPE_CHECKING:
     import torch
-
-_POLL_SECONDS = 0.1  # the longest delay of Ctrl-C
 
 
 class SharedQueue(ReadaheadQueue):
@@ -139,7 +138,7 @@ class SharedQueue(ReadaheadQueue):
                 and not self._ending
             )
             if paused:
-                self._changed.wait(_POLL_SECONDS)
+                self._changed.wait(WAKE_SECONDS)
             return paused
 
     def _require_unfinished(self) -> None:
@@ -165,7 +164,7 @@ class SharedQueue(ReadaheadQueue):
                     while key not in self._arrived and not self._ending:
                         self._cancellation.check()
                         self._changed.notify_all()
-                        self._changed.wait(_POLL_SECONDS)
+                        self._changed.wait(WAKE_SECONDS)
                 finally:
                     self._waiting -= 1
                 self.waited_seconds += time.monotonic() - start
@@ -194,7 +193,8 @@ class SharedQueue(ReadaheadQueue):
 
     def _stop(self, how: str) -> None:
         with self._arrivals:
-            self._ending = self._ending or how
+            if not self._ending or (self._ending, how) == ("finished", "closed"):  # by Ctrl-C
+                self._ending = how
             self._changed.notify_all()
         if self._thread is None:
             self._read()  # tells the other ranks
