@@ -101,7 +101,7 @@ def manifest_of(checkpoint: Checkpoint, algorithm: str = XXH3) -> Manifest:
     `algorithm`. Raises as `read_manifest`, and CheckpointError for shards of several
     directories."""
     path, first = manifest_path(checkpoint), checkpoint.shards[0]
-    folders = {os.path.abspath(os.path.dirname(shard.path)) for shard in checkpoint.shards}
+    folders = {os.path.abspath(os.path.dirname(shard.original_path)) for shard in checkpoint.shards}
     if len(folders) > 1:
         raise CheckpointError(
             f"{checkpoint.source}: its files are in several directories, and a manifest is of the"

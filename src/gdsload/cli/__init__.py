@@ -21,6 +21,7 @@ from gdsload.cli.serving import serve
 from gdsload.cli.terminal import DIRECTORY, PATH, VERBOSE, Commands, common, json_of, show_json
 from gdsload.cli.warming import warmup
 from gdsload.errors import CheckpointError, one_line
+from gdsload.remote.urls import is_url
 from gdsload.report import size
 from gdsload.synthetic.model_shapes import MODELS
 from gdsload.system.progress_bar import progress_bar, stderr_is_terminal
@@ -51,11 +52,13 @@ def main(ctx: click.Context) -> None:
 def doctor(path: str | None, as_json: bool) -> int:
     """Checks every I/O path of this machine: yes, partly or no, with the reason and a hint.
 
-    PATH is a file or a directory on the storage to check. The exit code is 0 if every path to DRAM
-    works, 1 if only slower ones work, 2 if none works.
+    PATH is a file or a directory on the storage to check. The exit code is 0 if the default path to
+    DRAM works (engine threads and direct I/O), 1 if only slower ones work, 2 if none works.
     """
     from gdsload.doctor import examine
 
+    if path is not None and is_url(path):
+        raise click.UsageError("PATH is a URL, and must be a local path")
     try:
         diagnosis = examine(path)
     except OSError as error:

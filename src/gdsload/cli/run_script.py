@@ -139,7 +139,7 @@ def run(arguments: Sequence[str]) -> None:
     try:
         install(backend=os.environ.get("GDSLOAD_BACKEND") or "auto")
     except GdsloadError as error:
-        raise SystemExit(f"gdsload: GDSLOAD_BACKEND: {error}") from None
+        raise _wrong(f"gdsload: GDSLOAD_BACKEND: {error}") from None
     sys.argv = list(arguments[module:])
     try:
         _run_main(module)

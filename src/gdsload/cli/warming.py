@@ -15,6 +15,7 @@ from gdsload.cli import terminal
 from gdsload.errors import one_line
 from gdsload.remote.urls import is_url
 from gdsload.report import size
+from gdsload.system.cancellation import WAKE_SECONDS
 from gdsload.system.child_process import python_command
 from gdsload.system.progress_bar import progress_bar
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from gdsload.readahead.prefetch import Prefetch
 
 COLD = 3  # the exit code if the page cache holds less than is wanted
-_POLL_SECONDS = 0.1
 
 
 @click.command(short_help="Read a checkpoint into the page cache.")
@@ -76,14 +76,14 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
 def wait_with_bar(ahead: Prefetch) -> None:
     """Waits for a prefetch, with a progress bar if stderr is a terminal. Raises as `wait`."""
     total_bytes = shown_bytes = 0
-    while not (ended := ahead.wait(_POLL_SECONDS)) and not total_bytes:
+    while not (ended := ahead.wait(WAKE_SECONDS)) and not total_bytes:
         total_bytes = ahead.progress().wanted_bytes  # 0 while it opens the files
     with progress_bar(None, total_bytes) as advance:
         while not ended:
             landed_bytes = ahead.progress().landed_bytes
             advance(landed_bytes - shown_bytes)
             shown_bytes = landed_bytes
-            ended = ahead.wait(_POLL_SECONDS)
+            ended = ahead.wait(WAKE_SECONDS)
 
 
 def in_background(source: str, tier: str, limit: int, where: dict[str, Any]) -> int:

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 # Small files of a model: looked for on a web server, which cannot list its files.
 USUAL_NAMES = (
-    "adapter_config.json", "added_tokens.json", "chat_template.jinja", "config.json",
-    "generation_config.json", "merges.txt", "model.safetensors.index.json",
-    "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model",
-    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
-    "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "adapter_config.json", "added_tokens.json", "audio_tokenizer_config.json",
+    "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
+    "merges.txt", "model.safetensors.index.json", "normalizer.json", "preprocessor_config.json",
+    "processor_config.json", "sentencepiece.bpe.model", "source.spm", "special_tokens_map.json",
+    "spiece.model", "target.spm", "tekken.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "video_preprocessor_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
 _OBJECT_STORE = "gdsload.remote.object_store:ObjectDirectory"
 # The class that reads URLs of each scheme. It is created from a URL.
