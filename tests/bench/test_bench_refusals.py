@@ -138,7 +138,7 @@ def test_sweep_batch_above_queue_depth_is_left_out(
     answer = run("bench", "io", path, "--block", "4K", "--batch", "4097", "--engine", "threads",
                  "--output", tmp_path / "x.json")  # fmt: skip
     assert answer.exit_code == 1
-    assert "depth=4097: from 1 to 4096 reads can be in flight" in answer.stderr
+    assert "depth=4097 must be from 1 to 4096" in answer.stderr
 
 
 def test_deps_missing_wheels_leave_installed_environment(

@@ -218,12 +218,12 @@ def test_no_bytes_wanted_gives_no_transfers() -> None:
 @pytest.mark.parametrize(
     ("bad", "fault"),
     [
-        ({"block": 0}, "a block of 0 bytes is not a power of two"),
-        ({"block": 1000}, "a block of 1000 bytes is not a power of two"),
-        ({"max_request": 0}, "requests of 0 bytes are not multiples of a block of 4096"),
-        ({"max_request": 4097}, "requests of 4097 bytes are not multiples of a block of 4096"),
-        ({"max_request": 512}, "requests of 512 bytes are not multiples of a block of 4096"),
-        ({"depth": 0}, "a depth of 0 is not positive"),
+        ({"block": 0}, "block=0 must be a power of two"),
+        ({"block": 1000}, "block=1000 must be a power of two"),
+        ({"max_request": 0}, "max_request=0 must be a positive multiple of block=4096"),
+        ({"max_request": 4097}, "max_request=4097 must be a positive multiple of block=4096"),
+        ({"max_request": 512}, "max_request=512 must be a positive multiple of block=4096"),
+        ({"depth": 0}, "depth=0 must be at least 1"),
     ],
 )
 def test_invalid_limits_raise(bad: dict[str, int], fault: str) -> None:

@@ -141,9 +141,14 @@ class Failure(NamedTuple):
     final: bool = False
 
     @property
+    def ended_early(self) -> bool:
+        """Whether the file ended before all bytes were read."""
+        return self.errno == 0 and not self.text
+
+    @property
     def permanent(self) -> bool:
-        """Whether another backend would fail too: the file ended, or the device broke down."""
-        return self.final or (self.errno == 0 and not self.text)
+        """Whether another backend would fail too."""
+        return self.final or self.ended_early
 
 
 class Progress(NamedTuple):

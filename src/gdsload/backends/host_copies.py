@@ -21,6 +21,7 @@ from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallE
 from gdsload.memory import DRAM, VRAM, late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
+from gdsload.system.cancellation import WAKE_SECONDS
 from gdsload.system.stall import STALL_SECONDS, StallWatch
 
 # Fewer bytes are copied by the driver, at 9 GB/s, before threads have been woken up. If there is no
@@ -29,7 +30,6 @@ from gdsload.system.stall import STALL_SECONDS, StallWatch
 LEAST_BYTES = 4 << 20
 LEAST_BYTES_WITHOUT_RING = 128 << 20
 _KIND = "host memory"  # of parked pipelines
-_POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 
 
 class HostCopy(NamedTuple):
@@ -123,7 +123,7 @@ def _finish(request: StagedRequest, device: str) -> None:
                 f"{device}: nothing was copied from host memory for {STALL_SECONDS:.0f} s",
                 path="host memory",
             )
-        request.wait(_POLL_SECONDS, 0, len(request.transfers) - 1)
+        request.wait(WAKE_SECONDS, 0, len(request.transfers) - 1)
 
 
 def shares_and_reads(

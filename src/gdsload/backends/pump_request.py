@@ -142,19 +142,24 @@ class PumpBackend(Backend):
         self._pipelines: dict[str, StagingPipeline] = {}
         self._file_numbers = 0  # an engine knows descriptors by these; none is used twice
 
-    def _require_request_options(self, most_depth: int, reads: str) -> None:
+    def _require(
+        self, name: str, *, least: int, most: int | None = None, multiple_of: int = 1
+    ) -> None:
+        """Raises ValueError for the value of an option that cannot work."""
+        value = self.settings[name]
+        if value >= least and (most is None or value <= most) and value % multiple_of == 0:
+            return
+        limits = f"at least {least}" if most is None else f"from {least} to {most}"
+        multiple = f"a multiple of {multiple_of}, " if multiple_of > 1 else ""
+        raise ValueError(f"{name}={value!r} must be {multiple}{limits}")
+
+    def _require_request_options(self, most_depth: int) -> None:
         """Raises ValueError for values of `request_bytes`, `depth` and `ring_bytes` that cannot
-        work. `reads` is the word for what is in flight."""
-        request_bytes, depth = self.settings["request_bytes"], self.settings["depth"]
-        if not 0 < request_bytes <= MOST_REQUEST_BYTES or request_bytes % DEFAULT_BLOCK_BYTES:
-            raise ValueError(
-                f"request_bytes={request_bytes!r}: requests are multiples of {DEFAULT_BLOCK_BYTES}"
-                f" bytes, up to {MOST_REQUEST_BYTES}"
-            )
-        if not 0 < depth <= most_depth:
-            raise ValueError(f"depth={depth!r}: from 1 to {most_depth} {reads} can be in flight")
-        if (ring_bytes := self.settings["ring_bytes"]) < 0:
-            raise ValueError(f"ring_bytes={ring_bytes!r} must be at least 0")
+        work."""
+        block = DEFAULT_BLOCK_BYTES
+        self._require("request_bytes", least=block, most=MOST_REQUEST_BYTES, multiple_of=block)
+        self._require("depth", least=1, most=most_depth)
+        self._require("ring_bytes", least=0)
 
     def _new_file_numbers(self) -> tuple[int, int]:
         """Numbers for the direct and the other descriptor of a file."""

@@ -59,7 +59,7 @@ class RemoteBackend(PumpBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._require_request_options(MOST_DEPTH, "requests")
+        self._require_request_options(MOST_DEPTH)
         self._asked = frozenset(options)
         self._fetchers: list[FetchThreads] = []
         self._files: dict[int, RemoteFile] = {}  # by the number that stands for a descriptor

@@ -177,13 +177,13 @@ class Limits:
         io_modes: Collection[str] = ("direct", "buffered"),
     ) -> None:
         if block < 1 or block & (block - 1):
-            raise ValueError(f"a block of {block} bytes is not a power of two")
+            raise ValueError(f"block={block!r} must be a power of two")
         if max_request < block or max_request % block:
             raise ValueError(
-                f"requests of {max_request} bytes are not multiples of a block of {block}"
+                f"max_request={max_request!r} must be a positive multiple of block={block}"
             )
         if depth < 1:
-            raise ValueError(f"a depth of {depth} is not positive")
+            raise ValueError(f"depth={depth!r} must be at least 1")
         self.max_request, self.block, self.depth = max_request, block, depth
         self.io_modes = io_modes
 

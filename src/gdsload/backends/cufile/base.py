@@ -29,7 +29,6 @@ from gdsload.checkpoint.file_io import close_files
 from gdsload.errors import BackendUnavailable, CuFileError, ReadError
 from gdsload.memory import VRAM, late_copies
 from gdsload.memory.staging_ring import Register, ring_for
-from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 from gdsload.system import gpu
 from gdsload.system.device_name import device_kind
 
@@ -46,11 +45,7 @@ class CuFileBackend(PumpBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        request = self.settings["request_bytes"]
-        if request < 0 or request % DEFAULT_BLOCK_BYTES:
-            raise ValueError(
-                f"request_bytes={request!r}: requests are multiples of {DEFAULT_BLOCK_BYTES} bytes"
-            )
+        self._require("ring_bytes", least=0)
         self._device = ""  # known when reads are prepared
         self._driver: library.Driver | None = None
         self._handles: dict[int, int] = {}  # file number -> CUfileHandle_t
@@ -62,7 +57,9 @@ class CuFileBackend(PumpBackend):
     def options(cls) -> tuple[Option, ...]:
         return (
             Option(
-                "allow_compat", False, "use cuFile's compatibility mode if there is no native path"
+                "allow_compat",
+                False,
+                "use cuFile's compatibility mode if there is no native path; not with auto",
             ),
             Option(
                 "ring_bytes",

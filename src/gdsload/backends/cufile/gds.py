@@ -13,7 +13,7 @@ from gdsload._native import cufilebatch
 from gdsload.backends.base import Option
 from gdsload.backends.cufile.base import EVENT_SECONDS, CuFileBackend
 from gdsload.errors import BackendUnavailable
-from gdsload.planning.read_plan import Limits
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits
 
 # In compatibility mode cuFile hangs inside a submission with more than its pool of 64 in flight.
 MOST_IN_FLIGHT = 64
@@ -31,15 +31,11 @@ class GdsBackend(CuFileBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if not 0 < self.settings["depth"] <= MOST_IN_FLIGHT:
+        self._require("request_bytes", least=0, multiple_of=DEFAULT_BLOCK_BYTES)
+        self._require("depth", least=1, most=MOST_IN_FLIGHT)
+        if not 0 < (seconds := self.settings["event_seconds"]) <= MOST_EVENT_SECONDS:
             raise ValueError(
-                f"depth={self.settings['depth']!r}: from 1 to {MOST_IN_FLIGHT} entries can be in"
-                " flight"
-            )
-        if not 0 < self.settings["event_seconds"] <= MOST_EVENT_SECONDS:
-            raise ValueError(
-                f"event_seconds={self.settings['event_seconds']!r}: more than 0, and up to"
-                f" {MOST_EVENT_SECONDS:g}"
+                f"event_seconds={seconds!r} must be greater than 0, at most {MOST_EVENT_SECONDS:g}"
             )
 
     @classmethod

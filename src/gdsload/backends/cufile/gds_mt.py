@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from gdsload._native import threads
 from gdsload.backends.base import Option
 from gdsload.backends.cufile.base import CuFileBackend
-from gdsload.planning.read_plan import Limits
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits
 
 # cuFile's guide asks for requests of more than 16 MiB from a few threads. Measured on a GPU in
 # cuFile's compatibility mode only.
@@ -27,12 +27,9 @@ class GdsMtBackend(CuFileBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if not 0 < self.settings["threads"] <= MOST_THREADS:
-            raise ValueError(
-                f"threads={self.settings['threads']!r}: from 1 to {MOST_THREADS} can read"
-            )
-        if not self.settings["request_bytes"]:
-            raise ValueError("request_bytes=0: a request reads something")
+        block = DEFAULT_BLOCK_BYTES
+        self._require("request_bytes", least=block, multiple_of=block)
+        self._require("threads", least=1, most=MOST_THREADS)
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:

@@ -49,6 +49,7 @@ DIRECT_IO_KB = 16384
 _DIRECT_IO_KB, _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 5, 6, 7, 9
 _ALLOW_COMPAT, _PARALLEL_IO, _USE_P2PDMA = 1, 4, 7
 # CUfileDriverStatusFlags_t, CUfileDriverControlFlags_t and CUfileFeatureFlags_t, as bits.
+_HOW_COMPAT = 'backend="gds_mt", options={"allow_compat": True}'
 _NVME, _NVME_P2P, _COMPAT_ALLOWED, _P2P_SUPPORTED = 4, 11, 1, 4
 
 # The code of settings that cuFile does not understand, from 1.19 on; before, it is below zero.
@@ -364,7 +365,7 @@ def support(device: str, allow_compat: bool, counted: bool = True) -> Support:
         return Support(False, (_latched[0],))
     if _driver and _driver[0].mode == COMPAT:
         why = "cuFile is open in compatibility mode in this process"
-        hint = "" if allow_compat else "allow_compat=True uses it, slower than the posix backend"
+        hint = "" if allow_compat else f"{_HOW_COMPAT} uses it, slower than the posix backend"
         return Support(allow_compat, (why,), hint)
     known = not _driver or (counted and _driver[0].counts)
     if not (allow_compat or known) and _driver[0].uncounted_path == UNCOUNTED:
@@ -381,7 +382,7 @@ def support(device: str, allow_compat: bool, counted: bool = True) -> Support:
     return Support(
         False,
         (f"cuFile ({found.version or 'of no version'}) has no native path: {why}",),
-        "allow_compat=True uses its compatibility mode, which is slower than the posix backend",
+        f"{_HOW_COMPAT} uses its compatibility mode, which is slower than the posix backend",
     )
 
 

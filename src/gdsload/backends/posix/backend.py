@@ -65,7 +65,7 @@ class PosixBackend(PumpBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._require_request_options(MOST_DEPTH, "reads")
+        self._require_request_options(MOST_DEPTH)
         if self.settings["pages"] not in MODES:
             raise ValueError(f"pages={self.settings['pages']!r} must be one of {', '.join(MODES)}")
         if (fixed := self.settings["fixed_buffers"]) not in ("auto", "always", "never"):
