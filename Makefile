@@ -76,8 +76,8 @@ KEPT := $(if $(ARGS),,--replace --publish)
 
 .PHONY: faults
 faults: setup  ## loads under failing system calls, the k-th for every k; ARGS='--every 20' for a part
-	$(PY) -m benchmarks.faults $(KEPT) --sources here $(ARGS)
-	$(PY) -m benchmarks.faults $(KEPT) --sources elsewhere --jobs 10 $(ARGS)
+	$(PY) -m benchmarks.faults $(KEPT) --sources local $(ARGS)
+	$(PY) -m benchmarks.faults $(KEPT) --sources remote --jobs 10 $(ARGS)
 
 .PHONY: sanitize malformed
 sanitize: setup  ## native code under address, undefined and thread sanitizers; ARGS=--quick for a part

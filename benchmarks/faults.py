@@ -103,7 +103,7 @@ SETTLE_SECONDS = 5.0  # until threads have ended, and connections are closed
 KEPT_BYTES = 2 << 20  # of memory more than after two clean loads: less than any region of a load
 REQUEST_BYTES = 256 << 10
 UNIT_BYTES = 2 << 20  # of memory that threads touch at once: a huge page
-SOURCES = HERE, ELSEWHERE = "here", "elsewhere"  # files of this machine; other processes
+SOURCES = LOCAL, REMOTE = "local", "remote"  # files of this machine; other processes
 GROUP = 24  # cases of one load and call that share a child: a fork takes as long as two loads
 DOCUMENT = places.RESULTS.parents[1] / "docs" / "reliability.md"
 
@@ -340,7 +340,7 @@ class Server:
         self.loads = {
             name: load
             for name, load in loads_of(plain, large, model).items()
-            if HERE in sources and is_wanted(name, patterns)
+            if LOCAL in sources and is_wanted(name, patterns)
         }
         self.files = [*plain.glob("*"), *large.glob("*"), *model.glob("*.safetensors")]
         for file in self.files:  # dirty pages cannot be evicted
@@ -352,9 +352,7 @@ class Server:
             if ended != "exact":
                 raise records.Refused(f"{name} without a fault: {text}")
         names = [
-            name
-            for name in remote_loads.NAMES
-            if ELSEWHERE in sources and is_wanted(name, patterns)
+            name for name in remote_loads.NAMES if REMOTE in sources and is_wanted(name, patterns)
         ]
         self.left_out = {name: why for name in names if (why := remote_loads.why_not(name))}
         if sample and remote_loads.PEER in names:
@@ -805,7 +803,7 @@ def measured(options: argparse.Namespace, say: Callable[[str], None]) -> dict[st
         found = swept(server, cases, options.jobs, say)
         gc.unfreeze()
         return records.record(
-            "faults" if HERE in options.sources else "faults-elsewhere",
+            "faults" if LOCAL in options.sources else "faults-remote",
             Path(folder),
             loads=len(chosen),
             cases=len(found),

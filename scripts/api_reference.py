@@ -169,7 +169,7 @@ def prose(text: str) -> Iterator[str]:
 
 def option_tables() -> Iterator[str]:
     """A table of options for each backend that has any."""
-    for name in backends.names():
+    for name in (*backends.names(), *backends.registry.REMOTE):
         options: Iterable[backends.Option] = backends.find(name).options()
         rows = [f"| `{each.name}` | `{each.default!r}` | {each.meaning} |" for each in options]
         if rows:

@@ -118,7 +118,7 @@ def test_subfolder_and_variant_of_a_url_choose_its_files(opened: Opened, bucket:
         assert caught.value.path == f"{URL}/{FIRST}"
 
 
-def test_index_elsewhere_above_the_limit_is_refused(opened: Opened) -> None:
+def test_index_remote_above_the_limit_is_refused(opened: Opened) -> None:
     for url in (URL, f"{URL}/{INDEX}"):
         opened.clear()
         with pytest.raises(CheckpointError, match="more than the limit of 20"):
@@ -140,7 +140,7 @@ def test_list_of_urls_opens_each_directory_once(opened: Opened, bucket: Path) ->
     )
 
 
-def test_shard_elsewhere_has_no_descriptor(opened: Opened) -> None:
+def test_shard_remote_has_no_descriptor(opened: Opened) -> None:
     with Checkpoint.open(f"{URL}/{FIRST}") as checkpoint:
         (shard,) = checkpoint.shards
         assert not shard.on_disk and not shard.cached
@@ -155,7 +155,7 @@ def test_shard_elsewhere_has_no_descriptor(opened: Opened) -> None:
             assert str(refused.value) == "a Shard owns a connection and cannot be copied or pickled"
 
 
-def test_dropped_checkpoint_elsewhere_closes_no_descriptor(opened: Opened) -> None:
+def test_dropped_checkpoint_remote_closes_no_descriptor(opened: Opened) -> None:
     gc.collect()
     before = os.listdir("/proc/self/fd")
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_dropped_checkpoint_elsewhere_closes_no_descriptor(opened: Opened) -> No
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_closed_shard_elsewhere_refuses_use(opened: Opened) -> None:
+def test_closed_shard_remote_refuses_use(opened: Opened) -> None:
     checkpoint = Checkpoint.open(f"{URL}/{FIRST}")
     (shard,) = checkpoint.shards
     file = opened[URL].files[FIRST]
@@ -183,7 +183,7 @@ def test_closed_shard_elsewhere_refuses_use(opened: Opened) -> None:
         assert caught.value.path == f"{URL}/{FIRST}"
 
 
-def test_identity_elsewhere_is_url_size_and_version(opened: Opened) -> None:
+def test_identity_remote_is_url_size_and_version(opened: Opened) -> None:
     path = f"{URL}/{FIRST}"
     with Checkpoint.open(path) as checkpoint:
         first = checkpoint.shards[0].identity
@@ -275,7 +275,7 @@ def test_copy_of_one_shard_only_is_closed_and_not_used(opened: Opened, bucket: P
             assert not opened[URL].files[shard.name].closed
 
 
-def test_manifest_elsewhere_is_read_from_the_directory_of_the_shards(
+def test_manifest_remote_is_read_from_the_directory_of_the_shards(
     opened: Opened, bucket: Path
 ) -> None:
     files = {FIRST: FileChecksums(1, "0" * 64, {}), SECOND: FileChecksums(2, "1" * 64, {})}
