@@ -215,7 +215,7 @@ def test_run_with_an_empty_backend_uses_the_default(tmp_path: Path) -> None:
 def test_run_with_an_unknown_backend_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('started')")
     done = ran("-m", "gdsload", "run", str(tmp_path / "script.py"), GDSLOAD_BACKEND="steam")
-    assert (done.stdout, done.returncode) == ("", 1)
+    assert (done.stdout, done.returncode) == ("", 2)
     assert done.stderr.startswith("gdsload: GDSLOAD_BACKEND: backend 'steam': unknown")
     assert done.stderr.count("\n") == 1
 
