@@ -125,10 +125,10 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     """The doubles for whole loads, with device tensors that are not torch's."""
     from devicetensors import device_tensor
-    from gdsload.loading import device_batch
+    from gdsload.loading import torch_device
     from gdsload.system import device_name
 
-    monkeypatch.setattr(device_batch, "empty", device_tensor)
+    monkeypatch.setattr(torch_device, "empty", device_tensor)
     monkeypatch.setattr(device_name, "require_target", str)
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles

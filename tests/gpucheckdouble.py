@@ -28,7 +28,7 @@ import torch
 import forked
 import gpudoubles
 from devicetensors import TorchCuda, device_tensor
-from gdsload.loading import device_batch
+from gdsload.loading import torch_device
 from gdsload.system import device_name
 
 
@@ -37,8 +37,8 @@ def gpu(base: type[Any], device: str) -> Any:
     patch = pytest.MonkeyPatch()
     if libraries := os.environ.get("GPU_DOUBLE_LIBRARIES"):
         patch.setattr(gpudoubles, "built", lambda name: Path(libraries, f"lib{name}.so"))
-    patch.setattr(device_batch, "empty", device_tensor)
-    patch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    patch.setattr(torch_device, "empty", device_tensor)
+    patch.setattr(torch_device, "_torch_cuda", TorchCuda)
     patch.setattr(device_name, "require_target", str)
     root = Path(tempfile.mkdtemp(prefix="gdsload-double-", dir=os.environ.get("GPU_DOUBLE_ROOT")))
     installed = gpudoubles.installed(patch, root, patience=0)

@@ -198,7 +198,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     """What the process knows of its GPUs, of cuFile and of rings, as if it had just started."""
     for module, names in (
         (gpu, ("_cuda", "_devices")),
-        (staging_ring, ("_places", "_given_up")),
+        (staging_ring, ("_holders", "_given_up")),
         (library_module, ("_library", "_driver", "_latched")),
     ):
         for name in names:

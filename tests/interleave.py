@@ -368,7 +368,7 @@ class Run:
                     for op in range(first, last + 1):
                         self.look(job, request, op)
             case 2:
-                news += request.news()
+                news += request.take_settled()
             case 3 if other.request is not None:
                 self.cancel(other)
             case 4:
@@ -402,7 +402,7 @@ class Run:
         broken = self.log.broken > 0
         if not broken:
             job.after_end()
-        news += request.news()
+        news += request.take_settled()
         require(
             len(news) == len(set(news)) == request.settled, "a read was reported twice or never"
         )

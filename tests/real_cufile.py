@@ -24,7 +24,7 @@ import forked
 import gdsload
 from devicetensors import device_tensor, raw
 from gdsload.backends.cufile import library as library_module
-from gdsload.loading import device_batch
+from gdsload.loading import torch_device
 from gdsload.memory import staging_ring
 from gdsload.system import device_name, shared_libraries
 
@@ -36,7 +36,7 @@ def facts_of(library: str, backend: str, request_bytes: int, sources: list[str])
         "candidates",
         lambda name: [name if name == shared_libraries.CUDA else library],
     )
-    patch.setattr(device_batch, "empty", device_tensor)
+    patch.setattr(torch_device, "empty", device_tensor)
     patch.setattr(device_name, "require_target", str)
     facts: dict[str, Any] = {"version": library_module.library().version, "paths": [], "equal": 0}
     options = {"allow_compat": True, "request_bytes": request_bytes}

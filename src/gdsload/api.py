@@ -76,9 +76,9 @@ def open_session(
 ) -> Session:
     """A session for reads of about `nbytes` bytes in all, as near to the device as they get."""
     if device != "cpu":
-        from gdsload.loading.device_batch import reached
+        from gdsload.loading.device_batch import read_device
 
-        device = reached(device, settings.backend)
+        device = read_device(device, settings.backend)
     return Session(
         checkpoint, report, settings, device=device, expected_bytes=nbytes, verifier=verifier
     )
@@ -201,9 +201,9 @@ def load_file(
         >>> print(gdsload.last_report().summary())
     """
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
-    target = device_name.require_target(device)
+    device = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
-    call = _LoadCall(filename, settings, target, lookup, names, slices, progress, "file")
+    call = _LoadCall(filename, settings, device, lookup, names, slices, progress, "file")
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
         found: list[str] = []
@@ -211,10 +211,10 @@ def load_file(
         return {name: shared[name] for name in found}
     with call.opened() as (session, wanted, advance):
         infos = wanted.parts
-        if session.device != target:  # torch moves the tensors there
-            pairs = load_in_windows(session, infos, STREAM_WINDOW_BYTES, target, advance)
+        if session.device != device:  # torch moves the tensors there
+            pairs = load_in_windows(session, infos, STREAM_WINDOW_BYTES, device, advance)
             return dict(wanted.assembled(session, pairs))
-        tensors = load(session, infos, wanted.read_bytes, target, advance)
+        tensors = load(session, infos, wanted.read_bytes, device, advance)
         if wanted.whole:
             return tensors
         pairs = ((info.name, tensors.pop(info.name)) for info in infos)
@@ -344,10 +344,10 @@ def load_into(
         # All are made before the first byte is written: a backend with a name or options opens.
         sessions = []
         for where, group in by_device.items():
-            target = device_name.require_target(where)
-            how = settings.for_host() if target == "cpu" else settings
+            name = device_name.require_target(where)
+            how = settings.for_host() if name == "cpu" else settings
             nbytes = sum(each.wanted.slice.nbytes for each in group)
-            opened = open_session(checkpoint, report, how, target, nbytes, verifier)
+            opened = open_session(checkpoint, report, how, name, nbytes, verifier)
             sessions.append((stack.enter_context(opened), group))
         with into.partial_errors(checkpoint.source, state, found.aliases):
             for session, group in sessions:
@@ -440,16 +440,16 @@ def stream(
     if settings.backend != "auto":
         find(settings.backend)  # or BackendUnavailable
     names = repeatable(names)  # or TypeError
-    target = device_name.require_target(device)
+    device = device_name.require_target(device)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
-    call = _LoadCall(source, settings, target, lookup, names, slices, progress, order)
+    call = _LoadCall(source, settings, device, lookup, names, slices, progress, order)
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
         return _Stream(call.shared(sharing, window_bytes, held_bytes=window_bytes))
 
     def read() -> Generator[tuple[str, torch.Tensor], None, None]:
         with call.opened() as (session, wanted, advance):
-            pairs = load_in_windows(session, wanted.parts, window_bytes, target, advance)
+            pairs = load_in_windows(session, wanted.parts, window_bytes, device, advance)
             with closing(pairs):
                 yield from wanted.assembled(session, pairs)
 
@@ -538,11 +538,11 @@ class _Wanted:
 
 
 class _LoadCall(NamedTuple):
-    """What one call of `load_file` or `stream` was asked for. `target` is the name of a device."""
+    """What one call of `load_file` or `stream` was asked for. `device` is the name of a device."""
 
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     settings: ReadSettings
-    target: str
+    device: str
     lookup: Lookup
     names: Names
     slices: Mapping[str, Any] | None
@@ -552,16 +552,16 @@ class _LoadCall(NamedTuple):
     @contextmanager
     def opened(self) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
         """A session for the load, what it reads, and the function for its progress bar."""
-        source, settings, target = self.source, self.settings, self.target
-        report = LoadReport(title_of(source), device=target, on_event=settings.on_event)
+        source, settings, device = self.source, self.settings, self.device
+        report = LoadReport(title_of(source), device=device, on_event=settings.on_event)
         with report.whole(), quiesce.loading(report.source), ExitStack() as stack:
             device_init = None
-            if device_name.device_kind(target) == "cuda":
+            if device_name.device_kind(device) == "cuda":
                 from gdsload.loading.device_init import begin
 
                 paths: Any = source if isinstance(source, (list, tuple)) else [source]
                 first = next(iter(paths), "")
-                if device_init := begin(target, settings.backend, settings.options, first):
+                if device_init := begin(device, settings.backend, settings.options, first):
                     stack.callback(device_init.join_briefly)
             with report.phase("open"):
                 checkpoint = stack.enter_context(self.lookup.open(source))
@@ -573,7 +573,7 @@ class _LoadCall(NamedTuple):
             report.tensors, report.wanted_bytes = wanted.number, wanted.nbytes
             verifier = verifier_of(checkpoint, settings.verify, report)
             session = stack.enter_context(
-                open_session(checkpoint, report, settings, target, report.wanted_bytes, verifier)
+                open_session(checkpoint, report, settings, device, report.wanted_bytes, verifier)
             )
             # What a rank wants is known when all ranks have met.
             advance = stack.enter_context(progress_bar(self.progress, lambda: report.wanted_bytes))
@@ -608,7 +608,7 @@ class _LoadCall(NamedTuple):
             whole,
             partial(_arranged, self.order),
             window_bytes,
-            self.target,
+            self.device,
             self.settings.stall_seconds,
             held_bytes,
         )

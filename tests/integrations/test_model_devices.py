@@ -37,7 +37,7 @@ from gdsload.errors import (
 from gdsload.integrations.transformers import load_plan, patches
 from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
-from gdsload.loading import device_batch
+from gdsload.loading import torch_device
 from gdsload.memory import host_buffers, late_copies, staging_ring
 from gdsload.system import gpu, shared_libraries
 from gdsload.system.cancellation import CancelToken
@@ -180,7 +180,7 @@ def test_model_cast_on_a_device_equals_transformers(
         seen.append(doubles.cuda_log["used"] - idle)
         return made
 
-    monkeypatch.setattr(device_batch, "empty", noted)
+    monkeypatch.setattr(torch_device, "empty", noted)
     ours = loaded(tmp_path, backend, dtype="bfloat16")
     report = gdsload.last_report()
     assert tinymodels.differences(stock, ours) == []

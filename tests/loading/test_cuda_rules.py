@@ -20,7 +20,7 @@ from gdsload._native.cuda import Block
 from gdsload.backends import DRAM, Backend, OpenFile
 from gdsload.backends.posix import PosixBackend
 from gdsload.integrations.transformers.model_reader import ModelReader, Options
-from gdsload.loading import device_batch
+from gdsload.loading import device_batch, torch_device
 from gdsload.loading.batch import assembled
 from gdsload.loading.torch_memory import copied, moved
 from gdsload.memory import staging_ring
@@ -75,8 +75,8 @@ def test_allocations_of_torch_do_not_break_a_graph_of_another_thread(
 ) -> None:
     """torch relaxes its allocations only while the thread that loads captures a graph itself."""
     if is_large:  # one block for all tensors first
-        monkeypatch.setattr(device_batch, "WHOLE_BYTES", 1)
-        monkeypatch.setattr(device_batch, "_SMALL_BYTES", 1)
+        monkeypatch.setattr(torch_device, "WHOLE_BYTES", 1)
+        monkeypatch.setattr(torch_device, "_SMALL_BYTES", 1)
     gpu.device(0)
     loading.capture_graphs(True)
     tensors = gdsload.load_file(tiny_checkpoint, "cuda:0", options=SMALL)
@@ -103,7 +103,7 @@ def test_copies_of_tensors_do_not_break_a_graph_of_another_thread(
     tensor = cast(torch.Tensor, Tensor())
     # The backend cannot read to a device. Another one reads to the host if CUDA cannot be used.
     monkeypatch.setattr(device_batch, "reaches", lambda backend, kind: kind == DRAM)
-    assert device_batch.reached("cuda:0", "plugin") == "cpu"
+    assert device_batch.read_device("cuda:0", "plugin") == "cpu"
     loading.capture_graphs(True)
     copied(tensor)
     moved(tensor, "cuda:0")

@@ -25,7 +25,7 @@ from gdsload.errors import (
     ShortRead,
     StallError,
 )
-from gdsload.loading import device_batch, io_mode
+from gdsload.loading import device_batch, io_mode, torch_device
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
@@ -37,7 +37,7 @@ from storage import kept_warm
 
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(device_batch, "empty", device_tensor)
+    monkeypatch.setattr(torch_device, "empty", device_tensor)
     # torch knows nothing of the double.
     monkeypatch.setattr(
         device_name, "require_target", lambda device: f"cuda:{device}" if device == 0 else device
@@ -192,7 +192,7 @@ def test_device_that_is_busy_is_not_taken_for_storage_that_hangs(
     tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
     doubles.keep_busy()
     words: dict[str, Any] = {"backend": backend, "options": options}
     with pytest.raises(StallError, match="it was read, and cuda:0 is busy with other work"):
@@ -209,13 +209,13 @@ def test_truncated_file_raises_short_read(
 ) -> None:
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.arange(100_000)}, path)
-    real = device_batch.follow
+    real = torch_device.follow
 
     def cut(session: Session) -> None:
         os.truncate(path, 300_000)
         real(session)
 
-    monkeypatch.setattr(device_batch, "follow", cut)
+    monkeypatch.setattr(torch_device, "follow", cut)
     with pytest.raises(ShortRead, match="the file ended at byte"):
         gdsload.load_file(path, "cuda:0", backend=backend, options=options)
 
@@ -228,7 +228,7 @@ def test_broken_device_does_not_raise_placement_error(
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError(said)
 
-    monkeypatch.setattr(device_batch, "empty", broken)
+    monkeypatch.setattr(torch_device, "empty", broken)
     with pytest.raises(RuntimeError, match=said):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix")
 
@@ -267,9 +267,9 @@ def test_load_of_many_tensors_asks_torch_for_one_block(
         return device_tensor(shape, dtype, device)
 
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
-    monkeypatch.setattr(device_batch, "WHOLE_BYTES", 4 << 20)
-    monkeypatch.setattr(device_batch, "empty", empty)
-    monkeypatch.setattr(device_batch, "reusable_bytes", lambda ordinal: held)
+    monkeypatch.setattr(torch_device, "WHOLE_BYTES", 4 << 20)
+    monkeypatch.setattr(torch_device, "empty", empty)
+    monkeypatch.setattr(torch_device, "reusable_bytes", lambda ordinal: held)
     doubles.set(nbytes=doubles.cuda_log["used"] + gpu.SPARE_BYTES + spare)
     options = {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}
     got = gdsload.load_file(path, "cuda:0", backend="posix", options=options)
@@ -282,10 +282,10 @@ def test_load_of_many_tensors_asks_torch_for_one_block(
 )
 def test_allocator_that_was_told_not_to_split_is_not_asked_for_one_block() -> None:
     before = torch._C._accelerator_getAllocatorSettings()
-    assert device_batch._carves({})
+    assert torch_device._splits_blocks({})
     try:
         torch._C._accelerator_setAllocatorSettings("max_split_size_mb:20")  # as vLLM does
-        assert not device_batch._carves({})
+        assert not torch_device._splits_blocks({})
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
 
@@ -308,7 +308,7 @@ def test_first_tensors_are_posted_before_the_others_are_planned(
 
     monkeypatch.setattr(device_batch, "FIRST_BYTES", 32 << 10)
     monkeypatch.setattr(device_batch, "LEAST_BYTES", 1)
-    monkeypatch.setattr(device_batch, "torch_imported", lambda: imported)
+    monkeypatch.setattr(torch_device, "torch_imported", lambda: imported)
     monkeypatch.setattr(Session, "plan", planned)
     monkeypatch.setattr(Batch, "_post", posted)
     options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
@@ -361,7 +361,10 @@ def test_compatibility_mode_is_used_only_if_asked_for(
     doubles.set(native=gpudoubles.COMPAT)
     (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
     options = BACKENDS[2][1]
-    with pytest.raises(BackendUnavailable, match="allow_compat=True"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=r'backend="gds_mt", options=\{"allow_compat": True\} uses its compatibility mode',
+    ):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=options)
     gdsload.load_file(
         tiny_checkpoint, "cuda:0", backend="gds_mt", options={**options, "allow_compat": True}
@@ -393,7 +396,7 @@ def test_allocator_that_counts_nothing_tells_itself_what_it_lacks(
         def memory_stats_as_nested_dict(self, ordinal: int) -> dict[str, Any]:
             raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
 
-    monkeypatch.setattr(device_batch, "_torch_cuda", Uncounted)
+    monkeypatch.setattr(torch_device, "_torch_cuda", Uncounted)
     doubles.set(nbytes=gpu.SPARE_BYTES)  # the rest is this allocator's
     monkeypatch.setattr(device_batch, "FIRST_BYTES", 1)
     assert gdsload.load_file(tiny_checkpoint, "cuda:0")

@@ -32,7 +32,7 @@ from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import PlacementError
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
-from gdsload.loading import device_batch
+from gdsload.loading import device_batch, torch_device
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory import late_copies, staging_ring
@@ -167,7 +167,7 @@ def test_neighbouring_tensors_are_copied_together(
         path = tmp_path / f"{len(tensors_saved['t000'])}.safetensors"
         safetensors.torch.save_file(tensors_saved, path)
         block = Block(1 << 20)
-        monkeypatch.setattr(device_batch, "empty", block.empty if shared else device_tensor)
+        monkeypatch.setattr(torch_device, "empty", block.empty if shared else device_tensor)
         before = doubles.cuda_log["copies"]
         got = gdsload.load_file(path, "cuda:0", backend=backend, options=options)
         made = doubles.cuda_log["copies"] - before
@@ -186,7 +186,7 @@ def test_copy_does_not_cross_from_one_allocation_to_the_next(
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file(saved, path)
     block = Block(8192)
-    monkeypatch.setattr(device_batch, "empty", block.empty)
+    monkeypatch.setattr(torch_device, "empty", block.empty)
 
     class Halves:
         """The device, had the block been two of 4 KiB."""
@@ -223,7 +223,7 @@ def test_copies_are_ordered_after_torch_stream_without_waiting(
     """The host waits for torch's stream only if the device refuses to order the copies."""
 
     cuda = TorchCuda()
-    monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", lambda: cuda)
     followed: list[int] = []
     follow = Backends[backend].follow
 
@@ -245,7 +245,7 @@ def test_torch_out_of_memory_raises_placement_error(
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
 
-    monkeypatch.setattr(device_batch, "empty", full)
+    monkeypatch.setattr(torch_device, "empty", full)
     for read in (
         lambda: gdsload.load_file(tiny_checkpoint, "cuda:0"),
         lambda: list(gdsload.stream(tiny_checkpoint, "cuda:0")),
@@ -268,8 +268,8 @@ def test_memory_of_an_earlier_owner_is_written_after_its_work(
 ) -> None:
     """torch's allocator lends memory again at once; queued work may still use it."""
     allocator, loaded = Allocator(2 << 20), dict[str, torch.Tensor]()
-    monkeypatch.setattr(device_batch, "empty", allocator.empty)
-    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch_device, "empty", allocator.empty)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
     monkeypatch.setattr(host_copies, "LEAST_BYTES_WITHOUT_RING", 1)
     ctypes.memset(allocator.address, 0x5A, 2 << 20)
     copies = doubles.cuda_log["copies"]
@@ -303,8 +303,8 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
 ) -> None:
     """Copies wait for the work of torch's stream, and run long after the load has ended."""
     allocator, copies = Allocator(2 << 20), doubles.cuda_log["copies"]
-    monkeypatch.setattr(device_batch, "empty", allocator.empty)
-    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch_device, "empty", allocator.empty)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
     doubles.keep_busy()
     with (
         gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint,
@@ -345,7 +345,7 @@ def test_memory_that_late_copies_used_makes_room_for_a_load(
         def memory_stats_as_nested_dict(self, ordinal: int) -> dict[str, Any]:
             return memory_stats(1 << 30, 1 << 30 if late_copies.owners() else 0)
 
-    monkeypatch.setattr(device_batch, "_torch_cuda", FullCuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", FullCuda)
     monkeypatch.setattr(device_batch, "FIRST_BYTES", 1)
     doubles.set(nbytes=gpu.SPARE_BYTES)
     has_ended = False
@@ -363,7 +363,7 @@ def test_memory_that_late_copies_used_makes_room_for_a_load(
         late_copies.keep(object(), lambda: has_ended)
         for has_ended in (False, True):
             with contextlib.nullcontext() if has_ended else pytest.raises(PlacementError):
-                device_batch.have_whole("cuda:0", infos)
+                torch_device.reserve_block("cuda:0", infos)
 
 
 @pytest.mark.parametrize(("backend", "options"), [*BACKENDS, ("auto", BACKENDS[0][1])])
@@ -376,7 +376,7 @@ def test_load_while_graph_is_captured_is_refused(
 ) -> None:
     """The copies would become a part of the graph, and run with each launch of it."""
     cuda = TorchCuda()
-    monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", lambda: cuda)
     doubles.capture_stream(True)
     with pytest.raises(PlacementError, match="a CUDA graph is being captured"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
@@ -390,7 +390,7 @@ def test_load_while_graph_is_captured_is_refused(
 def test_load_from_host_memory_while_graph_is_captured_is_refused(
     tier: str, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
     with gdsload.warmup.HostPool(1 << 30), gdsload.prefetch(tiny_checkpoint, tier=tier) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         doubles.capture_stream(True)
@@ -403,7 +403,7 @@ def test_load_from_host_memory_while_graph_is_captured_is_refused(
 def test_capture_that_begins_during_a_load_gets_no_copy_from_host_memory(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
     with (
         gdsload.prefetch(tiny_checkpoint) as ahead,
         gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint,

@@ -434,7 +434,7 @@ def test_session_closed_before_its_batch_opens_no_second_backend(
 ) -> None:
     batch = PrefetchBatch.of(session, byte_ranges_of(session.checkpoint, None))
     session.close()
-    batch.pause(0, -1, 0.0)
+    batch.wait_for(0, -1, 0.0)
     batch.release()
     assert session.backend is None
     assert gate.request().released

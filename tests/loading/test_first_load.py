@@ -13,7 +13,7 @@ import torch
 
 import gdsload
 from devicetensors import raw
-from gdsload.loading import device_batch
+from gdsload.loading import device_batch, torch_device
 from gdsload.report import last_report
 from gpudoubles import Doubles
 
@@ -24,8 +24,9 @@ UNUSED = (
     "gdsload._native.block", "gdsload._native.cuda", "gdsload._native.cufile",
     "gdsload._native.pump", "gdsload._native.stage", "gdsload.backends.auto",
     "gdsload.backends.cufile", "gdsload.backends.posix", "gdsload.backends.staging",
-    "gdsload.loading.device_batch", "gdsload.memory.device_buffers", "gdsload.memory.host_pool",
-    "gdsload.memory.staging_ring", "gdsload.planning.layer_order",
+    "gdsload.loading.device_batch", "gdsload.loading.torch_device",
+    "gdsload.memory.device_buffers", "gdsload.memory.host_pool", "gdsload.memory.staging_ring",
+    "gdsload.planning.layer_order",
     "gdsload.planning.tensor_slices", "gdsload.readahead", "gdsload.system.gpu",
 )  # fmt: skip
 
@@ -94,10 +95,10 @@ os.path.exists = lambda path: path == sys.argv[1] if str(path).startswith("/dev/
 import gdsload
 import gpudoubles
 from devicetensors import device_tensor
-from gdsload.loading import device_batch
+from gdsload.loading import device_batch, torch_device
 from gdsload.system import device_name
 patch = pytest.MonkeyPatch()
-patch.setattr(device_batch, "empty", device_tensor)
+patch.setattr(torch_device, "empty", device_tensor)
 patch.setattr(device_name, "require_target", str)
 before = set(sys.modules)
 with gpudoubles.installed(patch, Path(sys.argv[2])):
@@ -156,7 +157,7 @@ def test_load_before_torch_reads_into_blocks(
     expected: dict[str, torch.Tensor] = {}
     for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
         expected |= safetensors.torch.load_file(shard)
-    monkeypatch.setattr(device_batch, "torch_imported", lambda: False)
+    monkeypatch.setattr(torch_device, "torch_imported", lambda: False)
     batches: list[type] = []
     real = device_batch.start
 
@@ -181,7 +182,7 @@ def test_slices_read_into_blocks_keep_their_names(
         "c": torch.arange(20, 26, dtype=torch.int32),
     }
     safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
-    monkeypatch.setattr(device_batch, "torch_imported", lambda: False)
+    monkeypatch.setattr(torch_device, "torch_imported", lambda: False)
     got = gdsload.load_file(tmp_path, "cuda:0", slices={"a": slice(1, 3)}, options=SMALL)
     assert list(got) == ["a", "b", "c"]
     wanted = saved | {"a": saved["a"][1:3]}

@@ -31,7 +31,7 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
-from gdsload.loading import batch, destinations, device_batch, into
+from gdsload.loading import batch, destinations, into, torch_device
 from gdsload.loading.batch import Batch
 from gdsload.loading.into import TargetBatch
 from gdsload.loading.window_writer import WindowWriter
@@ -639,7 +639,7 @@ def test_tensors_in_vram_are_written_in_place(
         raise AssertionError("memory of the device was allocated for a tensor")
 
     targets = device_targets(saved)
-    monkeypatch.setattr(device_batch, "empty", none)
+    monkeypatch.setattr(torch_device, "empty", none)
     versions = {name: tensor._version for name, tensor in targets.items()}
     report = gdsload.load_into(targets, path, device="cuda:0", backend=backend, options=options)
     require_equal(targets, saved)
@@ -734,7 +734,7 @@ def test_prefetched_bytes_are_not_written_while_graph_is_captured(
     saved: Tensors,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
     targets = device_targets({"q": saved["q"]}, q=dtype)
     with gdsload.prefetch(path) as ahead:
         ahead.wait()
@@ -828,7 +828,7 @@ def test_targets_on_host_and_device_are_read_by_one_call(
 def test_copies_to_a_gpu_by_way_of_the_host_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a backend that only reads to the host, and has a session of the CPU."""
     waited: list[str] = []
-    monkeypatch.setattr(device_batch, "synchronize", waited.append)
+    monkeypatch.setattr(torch_device, "synchronize", waited.append)
     on_gpu: Any = SimpleNamespace(tensor=SimpleNamespace(is_cuda=True, device="cuda:1"))
     on_host: Any = SimpleNamespace(tensor=torch.empty(1))
     for device, destination in (("cpu", on_gpu), ("cuda:0", on_gpu), ("cpu", on_host)):

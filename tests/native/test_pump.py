@@ -148,7 +148,7 @@ def test_reads_of_a_request_have_their_own_results(
     request.post()
     assert request.wait(60.0)
     assert request.failed == 1 and request.result(2) == (True, 0, errno.EIO)
-    assert sorted(request.news()) == list(range(10)) and request.news() == []
+    assert sorted(request.take_settled()) == list(range(10)) and request.take_settled() == []
     data = path.read_bytes()
     for op in range(10):
         bytes_there = region.read(op * 4096, 4096)
@@ -163,7 +163,7 @@ def test_finished_request_posted_again_reads_again(fd: int, faults: Faults, pump
         faults.script(rule(ERRNO, errno.EIO, times=2, skip=1))
         request.post()
         assert request.wait(60.0) and request.wait_until_idle(60.0)
-        assert request.settled == 4 and len(request.news()) == 4
+        assert request.settled == 4 and len(request.take_settled()) == 4
     pump.close(1.0)
 
 

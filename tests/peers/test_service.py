@@ -80,7 +80,7 @@ def test_size_that_is_no_number_is_no_message(size: Any) -> None:
 
     connection: Any = Connection()
     with pytest.raises(MessageError):
-        PeerDirectory("nixl://host/m")._asked(connection)
+        PeerDirectory("nixl://host/m")._opened_model(connection)
     with pytest.raises(MessageError):
         _segments([[8, 92, "DRAM", 0, size]], bytes(8), 100)
 

@@ -28,7 +28,7 @@ from gdsload.backends import Progress, host_copies
 from gdsload.backends.auto import benchmark
 from gdsload.backends.host_copies import HostCopy, shares_and_reads
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
-from gdsload.loading import claims, device_batch, session as session_module
+from gdsload.loading import claims, session as session_module, torch_device
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory import DRAM, device_buffers, late_copies, staging_ring
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
@@ -349,7 +349,7 @@ def test_pinned_bytes_are_copied_without_a_ring_and_waited_for_once(
     doubles: Doubles, source: Path, expected: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = TorchCuda()
-    monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", lambda: cuda)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     with gdsload.prefetch(source) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
@@ -362,7 +362,7 @@ def test_bytes_that_are_not_pinned_go_through_the_ring_although_others_are(
     doubles: Doubles, source: Path, expected: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = itertools.cycle([True, False])
-    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: next(turns))
     with gdsload.prefetch(source) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)

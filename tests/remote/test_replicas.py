@@ -35,10 +35,12 @@ def shard_of(nbytes: int, name: str = "a", seed: int = 5) -> bytes:
 DATA = shard_of(2_000_000)
 
 
-def replica(*files: MemoryFile, places: int = 4, silent_seconds: float = 60.0) -> ReplicaFile:
+def replica(
+    *files: MemoryFile, most_requests: int = 4, silent_seconds: float = 60.0
+) -> ReplicaFile:
     for number, file in enumerate(files):
         file.url = f"s3://bucket-{number}/file"
-    sources = [Source(file.url.removesuffix("/file"), places) for file in files]
+    sources = [Source(file.url.removesuffix("/file"), most_requests) for file in files]
     files_of = {source: Opened.of(file) for source, file in zip(sources, files, strict=True)}
     return ReplicaFile("replicas://file", Sources(sources, silent_seconds), files_of)
 
@@ -261,7 +263,7 @@ def test_no_thread_for_a_source_reads_in_the_callers(monkeypatch: pytest.MonkeyP
 
 
 def test_caller_that_stops_early_gives_the_place_back() -> None:
-    file = replica(MemoryFile(DATA, chunk_bytes=1000), places=1)
+    file = replica(MemoryFile(DATA, chunk_bytes=1000), most_requests=1)
     for _ in range(5):
         chunks = file.chunks(0, 100_000)
         assert bytes(next(chunks)) == DATA[:1000]

@@ -276,7 +276,7 @@ class Left:
 
 def test_ring_is_not_taken_for_one_in_use(doubles: Doubles) -> None:
     with ring_for(DRAM, 0, 64 << 10, 1 << 20) as ring:
-        place = next(each for each in staging_ring._places.values() if each.ring is ring)
+        place = next(each for each in staging_ring._holders.values() if each.ring is ring)
     lock = place.lock
     place.lock = Left(lock)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt), ring_for(DRAM, 0, 64 << 10, 1 << 20):

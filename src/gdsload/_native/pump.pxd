@@ -62,7 +62,7 @@ cdef struct CRequest:
     int settled                # ops done or failed
     int failed
     int *order                 # ops in the order in which they settled
-    int reported               # of these, the ones that `news` has returned
+    int reported               # of these, the ones that `take_settled` has returned
     int posted
     int cancelled
     int ahead                  # a prefetch without a waiter: it yields to loads
@@ -100,7 +100,7 @@ cdef struct CPump:
     int64_t shrunk_ns          # when the window last became smaller
     int in_flight
     pthread_mutex_t lock
-    pthread_cond_t news        # for the pump's thread
+    pthread_cond_t wakeup        # for the pump's thread
     pthread_cond_t settled     # for threads that wait for reads
     pthread_t thread
     int running                # the thread was started
@@ -150,7 +150,7 @@ cdef inline void free_request(CRequest *request) noexcept nogil:
 cdef inline void release_pump(CPump *self) noexcept nogil:
     if gds_add(&self.references, -1) > 0:
         return
-    pthread_cond_destroy(&self.news)
+    pthread_cond_destroy(&self.wakeup)
     pthread_cond_destroy(&self.settled)
     pthread_mutex_destroy(&self.lock)
     free(self.buffers)

@@ -376,7 +376,7 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
 cdef void wait_for_news(CPump *self, int64_t wait_ns) noexcept nogil:
     cdef timespec until
     deadline_in(&until, wait_ns)
-    pthread_cond_timedwait(&self.news, &self.lock, &until)
+    pthread_cond_timedwait(&self.wakeup, &self.lock, &until)
 
 
 cdef void fail_everything(CPump *self, int error) noexcept nogil:
@@ -498,7 +498,7 @@ cdef class Pump:
         made.ops = <EngineOps *>PyCapsule_GetPointer(engine, b"gdsload.engine")
         made.context = PyCapsule_GetContext(engine)
         pthread_mutex_init(&made.lock, NULL)
-        monotonic_cond_init(&made.news)
+        monotonic_cond_init(&made.wakeup)
         monotonic_cond_init(&made.settled)
         self.pump = made
         self.pid = getpid()
@@ -585,7 +585,7 @@ cdef class Pump:
             while request != NULL:
                 cancel_request(pump, request)
                 request = request.next_posted
-            pthread_cond_signal(&pump.news)
+            pthread_cond_signal(&pump.wakeup)
             while not pump.finished:
                 if pthread_cond_timedwait(&pump.settled, &pump.lock, &until) != 0:
                     if not pump.idle or late or timeout <= 0:

@@ -245,7 +245,7 @@ cdef class Request:
                     link = &link[0].next_posted
                 link[0] = self.request
                 count_load(pump, self.request)
-                pthread_cond_signal(&pump.news)
+                pthread_cond_signal(&pump.wakeup)
             pthread_mutex_unlock(&pump.lock)
         if error == 2:
             raise RuntimeError("this request is under way already")
@@ -265,7 +265,7 @@ cdef class Request:
             pthread_mutex_lock(&pump.lock)
             self.request.ahead = ahead
             count_load(pump, self.request)
-            pthread_cond_signal(&pump.news)
+            pthread_cond_signal(&pump.wakeup)
             pthread_mutex_unlock(&pump.lock)
 
     def wait(self, double timeout, int first=0, int last=-1):
@@ -304,7 +304,7 @@ cdef class Request:
             pthread_mutex_unlock(&pump.lock)
         return waiter.left == 0
 
-    def news(self):
+    def take_settled(self):
         """The ops that have settled since the last call, in that order."""
         cdef CRequest *request = self.request
         cdef int settled, reported
@@ -325,7 +325,7 @@ cdef class Request:
             pthread_mutex_lock(&pump.lock)
             if self.request.posted:
                 cancel_request(pump, self.request)
-            pthread_cond_signal(&pump.news)
+            pthread_cond_signal(&pump.wakeup)
             pthread_mutex_unlock(&pump.lock)
 
     def wait_until_idle(self, double timeout):
@@ -442,7 +442,7 @@ cdef class Request:
                     cancel_request(pump, self.request)
                     self.request.orphaned = 1
                     drained = 0
-                    pthread_cond_signal(&pump.news)
+                    pthread_cond_signal(&pump.wakeup)
                 pthread_mutex_unlock(&pump.lock)
         if drained:
             free_request(self.request)

@@ -85,9 +85,9 @@ class PumpedRequest:
         """The progress since the last check."""
         require_own_process(self.native.pump.pid, self.backend)
         native = self.native
-        # Read before the news: a transfer that settles in between is reported by the next check.
+        # Asked first: a transfer that settles in between is reported by the next check.
         finished = native.settled == native.count or not native.posted
-        settled = native.news()
+        settled = native.take_settled()
         bad = [number for number in settled if native.failed and native.result(number)[2]]
         return Progress(settled, [*map(self.failure, bad)], finished, native.idle_seconds)
 
@@ -136,6 +136,7 @@ class PumpBackend(Backend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self._set_by_user = frozenset(options)  # the others suit the storage
         self.engine = ""
         self.refusals: dict[str, str] = {}
         self._pump: Pump | None = None

@@ -60,7 +60,6 @@ class RemoteBackend(PumpBackend):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._require_request_options(MOST_DEPTH)
-        self._asked = frozenset(options)
         self._fetchers: list[FetchThreads] = []
         self._files: dict[int, RemoteFile] = {}  # by the number that stands for a descriptor
         self._failures: dict[tuple[int, int], RemoteError] = {}  # by file and end of the read
@@ -89,7 +88,7 @@ class RemoteBackend(PumpBackend):
     @property
     def _slot_bytes(self) -> int:
         """The size of a slot: smaller than requests to DRAM, as all of a ring is pinned."""
-        asked = "request_bytes" in self._asked
+        asked = "request_bytes" in self._set_by_user
         return int(self.settings["request_bytes"]) if asked else REQUEST_BYTES
 
     def limits(self, device: str = "cpu") -> Limits:
@@ -118,9 +117,9 @@ class RemoteBackend(PumpBackend):
 
     def _adapt(self, storage: Storage) -> None:
         """Suits the requests to the storage, as far as the user did not and none was made."""
-        if storage.distant and not self._fetchers:
+        if storage.has_round_trips and not self._fetchers:
             suited = {"request_bytes": storage.request_bytes, "depth": storage.depth}
-            self.settings.update((k, v) for k, v in suited.items() if k not in self._asked)
+            self.settings.update((k, v) for k, v in suited.items() if k not in self._set_by_user)
 
     def deregister(self, registration: Registration) -> None:
         if isinstance(registration.what, OpenFile):

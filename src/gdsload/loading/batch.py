@@ -206,7 +206,7 @@ class Batch:
         lost = ended or any(first <= failed <= last for failed in self._failed)
         return LOST if lost else READING
 
-    def pause(self, first: int, last: int, seconds: float) -> None:
+    def wait_for(self, first: int, last: int, seconds: float) -> None:
         """Waits, without the GIL, until these transfers have ended, at most `seconds`."""
         # Another thread may release it at any time: then this returns at once.
         request, backend = self._request, self._backend
@@ -289,7 +289,7 @@ class Batch:
         return self._failure is None and self._arrived.find(0) < 0
 
     def _note_progress(self) -> Progress | None:
-        """Asks the backend for news. None after `release`.
+        """Asks the backend what has settled. None after `release`.
 
         A backend reports a failure once. It is stored here, so that every later caller gets it too.
         """
@@ -365,7 +365,7 @@ class Batch:
                 watch()
                 check()
                 first, last = to_check[0][:2] if to_check else (0, -1)
-                self.pause(first, last, WAKE_SECONDS)
+                self.wait_for(first, last, WAKE_SECONDS)
             self._require_progress(None)
             self._check_arrived(to_check, watch)
         self._verified |= bool(parts)
@@ -376,7 +376,7 @@ class Batch:
             while not self.settle(name):
                 watch()
                 check()
-                self.claims[name].pause(WAKE_SECONDS)
+                self.claims[name].wait_for(WAKE_SECONDS)
             advance(claim.range.nbytes)
 
     def _to_check(self, parts: Sequence[ByteRange | TensorInfo]) -> deque[_Check]:

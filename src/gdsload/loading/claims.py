@@ -76,9 +76,9 @@ class Claim(NamedTuple):
         """READING, READ or LOST."""
         return self.batch.state(self.first, self.last)
 
-    def pause(self, seconds: float) -> None:
+    def wait_for(self, seconds: float) -> None:
         """Waits until the bytes have been read or lost, at most this long."""
-        self.batch.pause(self.first, self.last, seconds)
+        self.batch.wait_for(self.first, self.last, seconds)
 
 
 class Offer:

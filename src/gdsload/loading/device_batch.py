@@ -8,23 +8,22 @@ torch's allocator carves tensors that are asked for one after the other out of o
 one. Tensors that are neighbours in the file are then neighbours on the device, and one copy fills
 several of them. Each is still freed on its own.
 
-Not responsible for: the staging ring (`backends`), blocks of the device (`memory.device_buffers`).
+Not responsible for: the staging ring (`backends`), blocks of the device (`memory.device_buffers`),
+torch's allocator and streams (`torch_device`).
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload._native import ranges as native
 from gdsload._native.cuda import Block
 from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
-from gdsload.dtypes import torch_dtype
 from gdsload.errors import GdsloadError, PlacementError
+from gdsload.loading import torch_device
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import offered
 from gdsload.loading.device_blocks import memory_of
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
     import torch
 
 
-# A load of this many bytes asks torch's allocator for one block first. Otherwise each tensor of
-# more than 10 MiB would be a cudaMalloc of its own, of 0.1 to 0.3 ms on an H100 (not kept).
-WHOLE_BYTES = 256 << 20
 # The first reads of a load are posted when so many bytes are planned, a read for each slot of the
 # ring, or so many tensors.
 FIRST_BYTES = 64 << 20
@@ -52,15 +48,11 @@ FIRST_TENSORS = 128
 # With its first read a backend may take this much of a device: rings of VRAM, and cuFile itself.
 BACKEND_BYTES = 512 << 20
 LEAST_BYTES = 1 << 20  # limit of the second group if the first one has only empty tensors
-UNKNOWN_BYTES = 1 << 62  # an allocator does not tell what it can reuse
 # When one slice is copied from host memory, up to this many slices after it are copied as well.
 COPIED_AT_ONCE = 256
-# torch's allocator rounds sizes up to multiples of the first. For sizes up to the second it has
-# other blocks.
-_ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
 
 
-def reached(target: str, backend: str) -> str:
+def read_device(target: str, backend: str) -> str:
     """The device that reads for this target go to: the target itself, or "cpu" if torch has to move
     the tensors there. Opens a GPU. Raises BackendUnavailable after a fork."""
     if device_kind(target) != "cuda":
@@ -77,7 +69,7 @@ def reached(target: str, backend: str) -> str:
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
     """Posts the reads of whole tensors to the session's device and returns without waiting."""
     ranges = ranges_of(infos)
-    if not torch_imported():
+    if not torch_device.torch_imported():
         return BlockBatch(session, *session.arrange(ranges))
     slices = [whole(info) for info in infos]
     return DeviceBatch(session, *session.arrange(ranges), slices=slices)
@@ -96,7 +88,7 @@ def starting_windows(
         return
     ordinal = gpu.ordinal_of(session.device)
     late_copies.forget_ended()  # their memory becomes reusable
-    reusable = reusable_bytes(ordinal) if torch_imported() else 0
+    reusable = torch_device.reusable_bytes(ordinal) if torch_device.torch_imported() else 0
     room = device_buffers.require_room(ordinal, nbytes, reusable)
     if room + reusable < nbytes + BACKEND_BYTES:  # the tensors come first: a ring can be refused
         yield infos
@@ -105,18 +97,13 @@ def starting_windows(
     yield infos[:end]
     # The reads of the first group do not wait for the order of the rest, or for its memory.
     rest = native.in_file_order(infos[end:])
-    if torch_imported():
-        have_whole(session.device, rest)
+    if torch_device.torch_imported():
+        torch_device.reserve_block(session.device, rest)
     first, limit = 0, max(native.bytes_of(infos[:end]), LEAST_BYTES)
     while first < len(rest):
         end = native.end_of(rest, first, limit)
         yield rest[first:end]
         first, limit = end, limit + native.bytes_of(rest[first:end])
-
-
-def torch_imported() -> bool:
-    """Whether torch's allocator is there without waiting for an import."""
-    return "torch" in sys.modules
 
 
 class BlockBatch(Batch):
@@ -174,7 +161,7 @@ def memory_in(
     owners: object,
 ) -> list[Memory]:
     """The memory, in the tensors of these slices, of each target of a plan about to be posted."""
-    follow(session)
+    torch_device.follow(session)
     addresses = {}
     for tensor_slice, tensor in pairs:
         address = tensor.data_ptr()
@@ -212,10 +199,10 @@ class DeviceTensors:
         if native.in_file_order(starts) is not starts:
             taken.sort(key=lambda each: FILE_ORDER(each.parts[0]))
         self._slices = taken
-        self._place_of = {each.key: place for place, each in enumerate(taken)}
+        self._position_of = {each.key: position for position, each in enumerate(taken)}
         if native.bytes_of(starts):
-            require_no_capture(self.device)
-            have_whole(self.device, starts)
+            torch_device.require_no_capture(self.device)
+            torch_device.reserve_block(self.device, starts)
         with gpu.capture_relaxed(self.device):
             self.tensors: dict[str, torch.Tensor] = {each.key: self._empty(each) for each in taken}
 
@@ -223,7 +210,7 @@ class DeviceTensors:
         first = tensor_slice.parts[0]
         shape = torch_shape(first) if tensor_slice.shape is None else tensor_slice.shape
         try:
-            return empty(shape, torch_dtype_of(first), self.device)
+            return torch_device.empty(shape, torch_dtype_of(first), self.device)
         except RuntimeError as error:  # not by `taking`, which 100,000 tensors would notice
             raise_if_refused(error, tensor_slice.nbytes, self.device, f"tensor {first.name!r}")
             raise
@@ -249,7 +236,7 @@ class DeviceTensors:
         staying: list[TensorSlice] = []
         for tensor_slice in slices:
             tensor = self.tensors.pop(tensor_slice.key, None)
-            if tensor is None and tensor_slice.key in self._place_of:
+            if tensor is None and tensor_slice.key in self._position_of:
                 raise GdsloadError(
                     f"tensor {tensor_slice.key!r} was lost: its copy was interrupted"
                 )
@@ -276,8 +263,8 @@ class DeviceTensors:
         follow a single one."""
         asked = {each.key for each in slices}
         if len(slices) == 1:
-            place = self._place_of.get(slices[0].key, len(self._slices))
-            slices = self._slices[place : place + COPIED_AT_ONCE]
+            position = self._position_of.get(slices[0].key, len(self._slices))
+            slices = self._slices[position : position + COPIED_AT_ONCE]
         found: list[HostBytes] = []
         for tensor_slice in slices:
             if tensor_slice.key not in asked and not (
@@ -324,7 +311,7 @@ def copy_from_host(device: str, found: Sequence[HostBytes]) -> None:
     that they were in. Raises PlacementError if a CUDA graph is captured, and copies nothing."""
     from gdsload.backends.host_copies import HostCopy, copy_to_device  # only if there is something
 
-    require_no_capture(device)
+    torch_device.require_no_capture(device)
     # A pool may hold both.
     pinned: list[tuple[torch.Tensor, HostBytes]] = []
     pageable: list[tuple[torch.Tensor, HostBytes]] = []
@@ -337,13 +324,14 @@ def copy_from_host(device: str, found: Sequence[HostBytes]) -> None:
             for source, each in pageable
         ]
         owners = pageable, found
-        if copy_to_device(device, copies, owners, lambda follow: after_torch(device, follow)):
+        after_torch = partial(torch_device.after_torch, device)
+        if copy_to_device(device, copies, owners, after_torch):
             pageable = []
     for source, each in [*pageable, *pinned]:
         into = byte_view(each.tensor, each.offset, each.nbytes)
         into.copy_(source, non_blocking=bool(pinned))
     if pinned:
-        synchronize(device)
+        torch_device.synchronize(device)
 
 
 def byte_view(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
@@ -372,95 +360,3 @@ def _stays(tensor_slice: TensorSlice, views: Mapping[str, BufferView]) -> bool:
         and isinstance(view.region, Block)
         and (view.region.address + view.offset) % device_buffers.ALIGN_BYTES == 0
     )
-
-
-def require_no_capture(device: str) -> None:
-    """Raises PlacementError while torch's current stream captures a CUDA graph: copies would become
-    a part of it, and some of torch's would break it."""
-    stream = _current_stream(device)
-    if stream is not None and gpu.device(gpu.ordinal_of(device)).captures(stream.cuda_stream):
-        raise PlacementError(
-            f"a CUDA graph is being captured on the current stream of {device}: load before the"
-            " capture, or in a thread with another current stream"
-        )
-
-
-def follow(session: Session) -> None:
-    """Orders copies after all work that torch's current stream has now: memory from torch's
-    allocator may still be in use by work of its last owner. The host does not wait, unless the
-    backend cannot order its copies."""
-    after_torch(session.device, lambda stream: session.open().follow(session.device, stream))
-
-
-def after_torch(device: str, follow: Callable[[int], bool]) -> None:
-    """The same, for copies that `follow` orders after a stream, or returns False."""
-    stream = _current_stream(device)
-    if stream is not None and not follow(stream.cuda_stream):
-        with gpu.capture_relaxed(device):
-            stream.synchronize()
-
-
-def synchronize(device: str) -> None:
-    """Waits for the work that torch's current stream of a device has now."""
-    after_torch(device, lambda stream: False)
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Memory for a tensor from torch's allocator, aligned to 512 bytes."""
-    import torch
-
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-
-def have_whole(device: str, infos: list[TensorInfo]) -> None:
-    """Makes torch's allocator take one block for many tensors, if there is room. It caches the
-    block and carves the tensors out of it. Without room each tensor is allocated on its own.
-
-    Raises PlacementError if the device is too full for all of them.
-    """
-    ordinal = gpu.ordinal_of(device)
-    late_copies.forget_ended()
-    reusable = reusable_bytes(ordinal)
-    free_bytes = device_buffers.require_room(ordinal, native.bytes_of(infos), reusable)
-    large, total = native.rounded(infos, _SMALL_BYTES + 1, _ROUND_BYTES)
-    fits = WHOLE_BYTES <= total <= free_bytes and total > reusable
-    if large > 1 and fits and _carves(os.environ):
-        with suppress(RuntimeError), gpu.capture_relaxed(device):
-            empty((total,), torch_dtype("U8"), device)
-
-
-def _carves(environ: Mapping[str, str]) -> bool:
-    """Whether torch's allocator caches memory and splits blocks of any size. Otherwise it would
-    keep a large block and carve no tensor out of it."""
-    import torch
-
-    # vLLM, for one, changes the settings while it loads a model. Older torch cannot tell.
-    current = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
-    settings = environ.get("PYTORCH_ALLOC_CONF", "") + environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    settings += current()
-    return "max_split_size" not in settings and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environ
-
-
-def reusable_bytes(ordinal: int) -> int:
-    """Bytes that torch's allocator holds and does not use."""
-    cuda = _torch_cuda()
-    if not cuda.is_initialized():
-        return 0
-    try:
-        stats = cuda.memory_stats_as_nested_dict(ordinal)  # in a tenth of memory_reserved()'s time
-    except RuntimeError:  # another allocator in place of torch's counts nothing: it will tell
-        return UNKNOWN_BYTES
-    reserved, allocated = stats["reserved_bytes"], stats["allocated_bytes"]
-    return int(reserved["all"]["current"] - allocated["all"]["current"])
-
-
-def _current_stream(device: str) -> Any:
-    """torch's current stream; None if torch has not opened CUDA, and so has no work on it."""
-    cuda = _torch_cuda()
-    return cuda.current_stream(device) if cuda.is_initialized() else None
-
-
-def _torch_cuda() -> Any:
-    import torch
-
-    return torch.cuda  # partly untyped

@@ -89,13 +89,13 @@ class DeviceInit(quiesce.Holder):
         with AutoBackend(self._device, **self._options).fallback as backend:
             open_for(backend, self._device)
 
-    def reached(self, backend: str) -> str:
+    def read_device(self, backend: str) -> str:
         """The device that reads of this backend go to, once it is initialised: "cpu" if the GPU
         cannot be used. A backend that only reads to GPUs reports the reason itself."""
         self.wait()
         if self.refusal and reaches(backend, DRAM):
             return "cpu"
-        return device_batch.reached(f"cuda:{gpu.ordinal_of(self._device)}", backend)
+        return device_batch.read_device(f"cuda:{gpu.ordinal_of(self._device)}", backend)
 
     def wait(self) -> None:
         """Waits until the device is initialised, or has failed, but not for ever."""

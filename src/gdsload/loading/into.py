@@ -168,7 +168,7 @@ def write_all(
     import torch
 
     if session.device != "cpu":
-        from gdsload.loading.device_batch import require_no_capture
+        from gdsload.loading.torch_device import require_no_capture
 
         require_no_capture(session.device)
     in_place = session.device != "cpu" and session.verifier is None
@@ -289,7 +289,7 @@ def _finish_copies(session: Session, destinations: Sequence[Destination]) -> Non
     if device == "cpu" and destinations[0].tensor.is_cuda:
         device = str(destinations[0].tensor.device)  # of a backend that only reads to the host
     if device != "cpu":
-        from gdsload.loading.device_batch import synchronize
+        from gdsload.loading.torch_device import synchronize
 
         synchronize(device)
 

@@ -75,7 +75,7 @@ class PageCacheFill:
         cache, page_cache = settings.cache, settings.page_cache
         self._checkpoint = checkpoint
         self._cache = cache
-        self._asked = page_cache == "fill"
+        self._fills_anyway = page_cache == "fill"
         self._past = sorted(PAST_OPTIONS.intersection(settings.options))
         self._total_bytes = sum(shard.size for shard in checkpoint.shards)
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not checkpoint.remote
@@ -90,7 +90,7 @@ class PageCacheFill:
     def active(self, past_cache: str = "") -> bool:
         """Whether reads fill the page cache. `past_cache`: why they should bypass it; ignored if
         the caller passed page_cache="fill"."""
-        return bool(self._decided) and (self._asked or not past_cache)
+        return bool(self._decided) and (self._fills_anyway or not past_cache)
 
     def note(self, report: LoadReport, past_cache: str = "") -> None:
         """Notes in the report what `active` decides, and why."""
@@ -126,7 +126,7 @@ class PageCacheFill:
             return
         nbytes = nbytes or self._total_bytes
         refusal = self._why_not(nbytes, beside_bytes)
-        if not refusal and not self._asked:
+        if not refusal and not self._fills_anyway:
             refusal = self._why_only_if_asked(nbytes)
         if refusal:
             self.refuse(refusal)

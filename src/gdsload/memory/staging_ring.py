@@ -275,7 +275,7 @@ class _Visit:
     """One call of `ring_for`. If Ctrl-C ends it at any step, nothing counts it any more."""
 
 
-class _Place:
+class _RingHolder:
     """The ring of one kind of memory and device, if there is one.
 
     The lock is held while the ring is made or freed, which may take seconds; other devices do not
@@ -288,7 +288,7 @@ class _Place:
 
 
 # By kind of memory, device and size of a slot, in which backends differ.
-_places: dict[tuple[str, int, int], _Place] = {}
+_holders: dict[tuple[str, int, int], _RingHolder] = {}
 # Rings with slots that reads may still write to. They are freed if these reads complete after all.
 _given_up: list[StagingRing] = []
 # The memory of rings that a device refused to free: what is still pinned must stay mapped.
@@ -319,16 +319,16 @@ def ring_for(
     Raises:
         PlacementError: no memory for the ring, or the process ends.
     """
-    place = _places.setdefault((kind, ordinal, slot_bytes), _Place())
+    holder = _holders.setdefault((kind, ordinal, slot_bytes), _RingHolder())
     for other in rings(kind, ordinal):
         if other.native.slot_bytes != slot_bytes:
             release_idle(ordinal, other)
     visit = _Visit()
     ring = None
     try:
-        with place.lock:
+        with holder.lock:
             _refuse_at_exit()
-            ring = place.ring = _fitting(place, kind, ordinal, slot_bytes, ring_bytes, register)
+            ring = holder.ring = _fitting(holder, kind, ordinal, slot_bytes, ring_bytes, register)
             _refuse_at_exit()
             ring.visitors.add(visit)
         yield ring
@@ -344,7 +344,7 @@ def _refuse_at_exit() -> None:
 
 
 def _fitting(
-    place: _Place,
+    holder: _RingHolder,
     kind: str,
     ordinal: int,
     slot_bytes: int,
@@ -356,13 +356,13 @@ def _fitting(
         raise PlacementError(
             f"ring_bytes={ring_bytes}: a ring holds at least two slots of {slot_bytes} bytes"
         )
-    known = place.ring
+    known = holder.ring
     if known is not None:
         native, usable = known.native, known.usable
         if usable and native.count >= count:
             return known
         if known.retire():
-            place.ring = None  # also if the device refuses to free it
+            holder.ring = None  # also if the device refuses to free it
             try:
                 known.free()
             except (CudaFailure, CuFileFailure) as error:
@@ -374,7 +374,7 @@ def _fitting(
                 return known  # smaller, but in use and good enough
             known.give_up()
             _given_up.append(known)
-            place.ring = None
+            holder.ring = None
     with suppress(CudaFailure, CuFileFailure):
         _release_given_up(kind, ordinal)
     return StagingRing(kind, ordinal, slot_bytes, count, register)
@@ -387,12 +387,12 @@ def release_rings(kind: str = "", ordinal: int = -1, only: StagingRing | None = 
         The number of bytes that were freed.
     """
     freed = 0
-    for key, place in _places.copy().items():
+    for key, holder in _holders.copy().items():
         if kind in ("", key[0]) and ordinal in (-1, key[1]):
-            with place.lock:
-                ring = place.ring
+            with holder.lock:
+                ring = holder.ring
                 if ring is not None and only in (None, ring) and ring.retire():
-                    place.ring = None  # also if the device refuses to free it
+                    holder.ring = None  # also if the device refuses to free it
                     ring.free()
                     freed += ring.nbytes
     return freed + _release_given_up(kind, ordinal)
@@ -420,13 +420,13 @@ def release_idle(ordinal: int, only: StagingRing | None = None) -> None:
 def _end() -> None:
     """Stops all threads that read through rings and frees the rings, before the CUDA driver ends:
     it must not be called any more then, and pinned memory must not be unmapped."""
-    for place in _places.copy().values():
-        if place.lock.acquire(timeout=lifecycle.LOCK_SECONDS):
+    for holder in _holders.copy().values():
+        if holder.lock.acquire(timeout=lifecycle.LOCK_SECONDS):
             try:
-                if place.ring is not None:
-                    _end_ring(place.ring)
+                if holder.ring is not None:
+                    _end_ring(holder.ring)
             finally:
-                place.lock.release()
+                holder.lock.release()
     for ring in _given_up.copy():
         _end_ring(ring)
 
@@ -444,7 +444,7 @@ lifecycle.at_exit(lifecycle.RINGS, _end)
 
 def rings(kind: str = "", ordinal: int = -1) -> list[StagingRing]:
     """The rings of this process: all of them, or those of one kind and device."""
-    found = (place.ring for place in _places.copy().values())
+    found = (holder.ring for holder in _holders.copy().values())
     return [
         ring
         for ring in found

@@ -340,9 +340,9 @@ def plan_reads(
             # belongs to two reads, and none of them can touch it as a huge page.
             origin = base if end - start > step else start
             grid = origin + (start - origin) // step * step
-            for tag, place in enumerate(range(grid, end, step), number):
-                offset = max(place, start)
-                length = min(place + step, end) - offset
+            for tag, at in enumerate(range(grid, end, step), number):
+                offset = max(at, start)
+                length = min(at + step, end) - offset
                 wanted = min(length, size - offset)
                 mode = io_mode_of(shard, offset, length) if io_mode_of else "direct"
                 row = (shard, offset, length, wanted, target, offset - base, mode, tag)

@@ -248,7 +248,7 @@ def _indexed(info: TensorInfo, index: Any) -> WantedTensor:
     shape = info.shape
     text = f"the index {index!r} of tensor {shown(info.name)}, of shape {list(shape)}"
     # By identity: arrays among the items compare element by element.
-    before = next((place for place, item in enumerate(items) if item is Ellipsis), None)
+    before = next((position for position, item in enumerate(items) if item is Ellipsis), None)
     if before is not None:
         after = len(items) - before - 1
         middle = (slice(None),) * (len(shape) - before - after)

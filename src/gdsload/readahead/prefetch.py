@@ -181,7 +181,7 @@ class Prefetch(quiesce.Holder):
                 verify, backend = self._settings.verify, self._settings.backend
                 verifier = verifier_of(checkpoint, verify, self.report, self._goes_on)
                 if device_init is not None and self.tier == "memory" and verifier is None:
-                    device = device_init.reached(backend)
+                    device = device_init.read_device(backend)
                     self._goes_on()
                 with Session(
                     checkpoint,
@@ -287,7 +287,7 @@ class Prefetch(quiesce.Holder):
             self._offer.note_progress(batch.idle_seconds())
             if self._offer.awaited and batch.session.verifier is not None:
                 batch.hurry()  # its bytes are offered when all have been compared
-            batch.pause(0, -1, WAKE_SECONDS)
+            batch.wait_for(0, -1, WAKE_SECONDS)
         if batch.error is not None:
             raise without_traceback(batch.error)
 

@@ -154,8 +154,8 @@ def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
         for offset in range(start, end, request_bytes):
             length = min(request_bytes, end - offset)
             tag = len(transfers)
-            place = tag % slots * request_bytes
-            transfers.append(Transfer(shard, offset, length, length, 0, place, "buffered", tag))
+            slot = tag % slots * request_bytes
+            transfers.append(Transfer(shard, offset, length, length, 0, slot, "buffered", tag))
             ends.append((shard, offset + length))
     locations = {}
     starts = [(transfer.shard, transfer.offset) for transfer in transfers]

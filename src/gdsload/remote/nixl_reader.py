@@ -82,7 +82,7 @@ class NixlReader:
     def __init__(self, plugin: str, parameters: dict[str, str]) -> None:
         self.broken = False
         self._free: queue.LifoQueue[_Slot] = queue.LifoQueue()
-        self._shares: dict[str, threading.Semaphore] = {}  # by peer
+        self._slots_of_peer: dict[str, threading.Semaphore] = {}  # by peer
         # Memory: where the root is read-only, there may be no directory for temporary files.
         log_fd = os.memfd_create("gdsload-nixl-log", os.MFD_CLOEXEC)
         self._stderr = open(log_fd, "w+b")  # noqa: SIM115 - closed with the object
@@ -164,7 +164,7 @@ class NixlReader:
 
     @contextmanager
     def _slot_for(self, peer: str) -> Iterator[_Slot]:
-        with self._shares.setdefault(peer, threading.Semaphore(PEER_SLOTS)):
+        with self._slots_of_peer.setdefault(peer, threading.Semaphore(PEER_SLOTS)):
             slot = self._free.get()
             try:
                 yield slot

@@ -200,7 +200,7 @@ class PeerDirectory(RemoteDirectory):
         with self._lock:
             if self._source is None:
                 with self._checkpoint_errors(), self.lent() as connection:
-                    self._source = connection.source = self._asked(connection)
+                    self._source = connection.source = self._opened_model(connection)
             return self._source
 
     @contextmanager
@@ -256,7 +256,7 @@ class PeerDirectory(RemoteDirectory):
         for connection in idle:
             connection.close()
 
-    def _asked(self, connection: _Connection) -> _Source:
+    def _opened_model(self, connection: _Connection) -> _Source:
         answer, metadata = connection.ask("open", name=self._name, reader=self._reader_name)
         try:
             sizes = {str(name): int(size) for name, size in answer["files"].items()}
@@ -301,7 +301,7 @@ class PeerDirectory(RemoteDirectory):
                 return source
             # Another peer, or one that has started again: the same bytes at other places.
             connection.ask("release")
-            source = self._asked(connection)
+            source = self._opened_model(connection)
             # Of another peer behind the same address, other connections read.
             replaced = connection.source and connection.source.agent
             with self._lock:

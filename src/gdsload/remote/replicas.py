@@ -1,7 +1,7 @@
 """One file that several sources have: peers, object stores, directories of this machine.
 
     chunks(range) ─► the fastest source that has a free place ─► its chunks ─► caller
-                          ▲ rates, places                         │
+                          ▲ rates, requests                       │
                           └── another one, if it fails or stalls ◄┘
 
 Several sources work at the same time, and each byte is asked of one. A source that fails, stalls or
@@ -43,14 +43,14 @@ class Source:
 
     Attributes:
         name: For messages and the report: a URL without credentials, or a directory.
-        places: Requests at the same time, at most.
+        most_requests: Requests at the same time, at most.
         used: Requests under way.
         rate: Bytes per second of one request; 0.0 if unknown.
         abandoned: Why it is not used any more, or "".
     """
 
-    def __init__(self, name: str, places: int = 16) -> None:
-        self.name, self.places = name, places
+    def __init__(self, name: str, most_requests: int = 16) -> None:
+        self.name, self.most_requests = name, most_requests
         self.used, self.rate, self.abandoned = 0, 0.0, ""
         self.heard = time.monotonic()  # when the last bytes came
         self.started = 0.0  # when the first bytes came; 0.0: never
@@ -103,7 +103,7 @@ class Sources:
                 free = [
                     source
                     for source in usable
-                    if source.used < (source.places if source.rate else _TRIALS)
+                    if source.used < (source.most_requests if source.rate else _TRIALS)
                     and seconds[source] <= most
                 ]
                 if free:

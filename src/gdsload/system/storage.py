@@ -82,7 +82,7 @@ class Storage(NamedTuple):
     depth: int = 0
 
     @property
-    def distant(self) -> bool:
+    def has_round_trips(self) -> bool:
         """Whether a network or a daemon answers each read."""
         return bool(self.kind)
 

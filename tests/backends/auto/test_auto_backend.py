@@ -26,7 +26,7 @@ from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
-from gdsload.loading import device_batch
+from gdsload.loading import device_batch, torch_device
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
@@ -429,7 +429,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
         current_stream=lambda device: found,
         memory_stats_as_nested_dict=lambda ordinal: memory_stats(0, 0),
     )
-    monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", lambda: cuda)
     return found
 
 

@@ -37,7 +37,7 @@ from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import PlacementError, ReadError, ShortRead
-from gdsload.loading import device_batch
+from gdsload.loading import torch_device
 from gdsload.loading.session import Session
 from gdsload.memory import DRAM, late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
@@ -243,7 +243,7 @@ def test_backend_is_not_left_while_the_device_is_busy(
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
     load(checkpoint)
     monkeypatch.setattr(backend_module, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
     doubles.keep_busy()
     threading.Timer(1.0, doubles.end_work).start()
     report = load(checkpoint)
@@ -305,13 +305,13 @@ def test_missing_vram_for_the_ring_chooses_posix(doubles: Doubles, checkpoint: P
 def test_truncated_file_raises_without_failover(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = device_batch.follow
+    real = torch_device.follow
 
     def cut(session: Session) -> None:
         os.truncate(checkpoint / "model-1.safetensors", 1_000_000)
         real(session)
 
-    monkeypatch.setattr(device_batch, "follow", cut)
+    monkeypatch.setattr(torch_device, "follow", cut)
     with pytest.raises(ShortRead, match="the file ended at byte 1") as caught:
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
     assert caught.value.path.endswith("model-1.safetensors")
@@ -376,7 +376,7 @@ def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
                 backend.wait(request, 0.05)
             except PlacementError as error:
                 errors.append(error)
-        assert errors[0] is errors[1] and "no staging ring" in str(errors[0])
+        assert str(errors[0]) == str(errors[1]) and "no staging ring" in str(errors[0])
         backend.wait(request, 0.05)
         backend.release(request)
         with pytest.raises(PlacementError):

@@ -92,7 +92,7 @@ class AutoBackend(Backend):
                 f"allow_compat={compat!r}: 'auto' never uses cuFile's compatibility mode; ask for"
                 " backend='gds_mt' or 'gds' by name"
             )
-        self._device, self._wanted, self._asked = device, wanted_bytes, 0
+        self._device, self._wanted, self._cold_bytes = device, wanted_bytes, 0
         self._options, self._refusals = options, dict[str, str]()
         kinds = {name: registry.built_in(name) for name in registry.BUILT_IN}
         others = {name: kind for name, kind in kinds.items() if name != FALLBACK}
@@ -134,7 +134,7 @@ class AutoBackend(Backend):
 
     @property
     def _is_worth_cufile(self) -> bool:
-        return max(self._wanted, self._asked) >= WORTH_CUFILE_BYTES or library.is_open()
+        return max(self._wanted, self._cold_bytes) >= WORTH_CUFILE_BYTES or library.is_open()
 
     def status(self) -> BackendStatus:
         name, why, rates = FALLBACK, self._why, dict[str, float]()
@@ -210,7 +210,7 @@ class AutoBackend(Backend):
             self._requests.append(request)
             cold = [each for each in request.transfers if each.io_mode == "direct"]
             warm = [each for each in request.transfers if each.io_mode != "direct"]
-            self._asked += wanted_bytes_of(cold)
+            self._cold_bytes += wanted_bytes_of(cold)
             if not cold:
                 self._why = self._why or "all bytes come through the page cache"
             elif not self._is_worth_cufile:
@@ -238,7 +238,7 @@ class AutoBackend(Backend):
     def _new_benchmark(self, path: str) -> Benchmark:
         self._probe_others()
         names = [name for name in registry.BUILT_IN if name in self._candidates]
-        ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
+        ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._cold_bytes)
         rings = {each.kind for each in staging_ring.rings(ordinal=ordinal)}
         ready = [name for name in names if (DRAM if name == FALLBACK else VRAM) in rings]
         found = Benchmark(names, path, self._device, nbytes, ready, self._options)
@@ -339,7 +339,7 @@ class AutoBackend(Backend):
                 if why := self._reason_to_abandon(candidate):
                     self._abandon(candidate, why)
             self._advance()
-            settled, failures = request.news()
+            settled, failures = request.take_settled()
             active = [part for _, part in self._active()]
             held = [part for each in self._requests for part, _ in each.held]
             silences = [part.idle_seconds for part in active]

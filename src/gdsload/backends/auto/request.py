@@ -80,7 +80,7 @@ class AutoRequest:
             self.undone -= 1
             self._settled.append(tag)
 
-    def news(self) -> tuple[list[int], list[Failure]]:
+    def take_settled(self) -> tuple[list[int], list[Failure]]:
         """The transfers that settled since the last call, and the failures among them."""
         if self.error is not None:
             raise without_traceback(self.error)

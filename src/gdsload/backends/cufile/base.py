@@ -111,7 +111,7 @@ class CuFileBackend(PumpBackend):
             if what.kind != VRAM:
                 raise BackendUnavailable(f"backend {self.name!r} does not reach {what.kind}")
             return Registration(what, -1)
-        driver, distant = self._open(self._device), what.storage.distant
+        driver, distant = self._open(self._device), what.storage.has_round_trips
         try:
             fd = own_descriptor(what)
         except OSError as error:
@@ -194,7 +194,7 @@ class CuFileBackend(PumpBackend):
         # Another request of this load may have got its counts. Without any (before 1.15, or of
         # batches) only the mode of the driver is known, which is that of all files only if
         # compatibility mode is refused.
-        parts = shares_of(total, reads) or shares_of(total, all_reads)
+        parts = bytes_by_path(total, reads) or bytes_by_path(total, all_reads)
         parts = parts or {driver.uncounted_path: total}
         return {f"{self.name}/{path}": nbytes for path, nbytes in parts.items()}
 
@@ -254,7 +254,7 @@ def own_descriptor(file: OpenFile) -> int:
     return os.dup(file.fd)
 
 
-def shares_of(total: int, reads: dict[str, int]) -> dict[str, int]:
+def bytes_by_path(total: int, reads: dict[str, int]) -> dict[str, int]:
     """Splits bytes over I/O paths in proportion to their reads; empty if none was counted."""
     found: dict[str, int] = {}
     left, left_reads = total, sum(count for count in reads.values() if count > 0)

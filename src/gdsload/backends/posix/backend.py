@@ -72,7 +72,6 @@ class PosixBackend(PumpBackend):
             raise ValueError(f"fixed_buffers={fixed!r} must be one of auto, always, never")
         # Settings of loads to DRAM. Distant storage changes those that the user did not set.
         self._dram_settings = self.settings
-        self._asked = frozenset(options)
         self._buffers: list[tuple[int, int]] = []  # to register with the engine
         wanted = self.settings["engine"]
         self.engine = ENGINES[0] if wanted == "auto" else wanted
@@ -141,7 +140,7 @@ class PosixBackend(PumpBackend):
         """The settings of a pipeline, which is no deeper than its ring. Slots have one size,
         whatever the storage."""
         settings = dict(self.settings)
-        if "request_bytes" not in self._asked:
+        if "request_bytes" not in self._set_by_user:
             settings["request_bytes"] = SLOT_BYTES
         slot_bytes, depth = settings["request_bytes"], RING_READS * self._dram_settings["depth"]
         if not settings["ring_bytes"]:
@@ -167,9 +166,9 @@ class PosixBackend(PumpBackend):
 
     def _adapt(self, storage: Storage) -> None:
         """Suits the reads of an engine that is not open yet to distant storage."""
-        if storage.distant and self._pump is None:
+        if storage.has_round_trips and self._pump is None:
             suited = storage._asdict()
-            wanted = suited.keys() & self.settings.keys() - self._asked
+            wanted = suited.keys() & self.settings.keys() - self._set_by_user
             self._dram_settings = {**self.settings, **{name: suited[name] for name in wanted}}
 
     def deregister(self, registration: Registration) -> None:

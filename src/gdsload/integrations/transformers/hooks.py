@@ -326,7 +326,7 @@ def _patch_old_shard(module: ModuleType) -> Iterator[Replacement]:
             on_disk = {names[k] for k, at in expanded(places, state_dict).items() if at == "disk"}
             # A rank of a mesh needs parts that are known only when it asks for them.
             wanted = [] if mesh is not None else [names[key] for key in state_dict]
-            reader.expect([name for name in wanted if name not in on_disk], on_disk)
+            reader.start_in_order([name for name in wanted if name not in on_disk], on_disk)
             with held(_opener, lambda _, device: reader.opened(device)):
                 result = original(model, state_dict, path, names, *rest, **named)
             reader.finish()

@@ -109,7 +109,7 @@ def load_plan_of(
     model: Any,
     load_config: Any,
     infos: Mapping[str, TensorInfo],
-    reached: Callable[[str], str] = lambda device: "cpu",
+    read_device_of: Callable[[str], str] = lambda device: "cpu",
     *,
     writes: bool = True,
 ) -> LoadPlan:
@@ -121,7 +121,8 @@ def load_plan_of(
         model: The empty model.
         load_config: transformers' LoadStateDictConfig.
         infos: All tensors of the checkpoint, by name.
-        reached: The device that reads can go to, given the device of a parameter: itself or "cpu".
+        read_device_of: The device that reads for a parameter on a device can go to: that device,
+            or "cpu".
         writes: Whether parameters may be read into buffers of their own.
 
     Raises:
@@ -129,7 +130,7 @@ def load_plan_of(
     """
     from transformers import core_model_loading as loading
 
-    planner = _Planner(loading, model, load_config, infos, reached)
+    planner = _Planner(loading, model, load_config, infos, read_device_of)
     for key in sorted(infos, key=loading.dot_natural_key):
         planner.add(key)
     if load_config.device_mesh is not None and planner.shard_operation is None:
@@ -154,13 +155,13 @@ class _Planner:
         model: Any,
         load_config: Any,
         infos: Mapping[str, TensorInfo],
-        reached: Callable[[str], str],
+        read_device_of: Callable[[str], str],
     ) -> None:
         self.plan = LoadPlan()
         self.shard_operation: Any = getattr(loading, "DtensorShardOperation", None)
         self._loading, self._model, self._config = loading, model, load_config
         self._infos = infos
-        self._reached = reached
+        self._read_device_of = read_device_of
         self._naming = _Naming(model, load_config, self.plan)
         self._place_of = _places(load_config)
         self._dtype_of = _dtypes(loading, load_config)
@@ -194,7 +195,7 @@ class _Planner:
             share = [whole(self._infos[key])]
             plan.boxes[key] = key, box_of(self._infos[key], None)
             place = "cpu" if on_cpu else place
-        device = self._reached(place)
+        device = self._read_device_of(place)
         plan.deferred = plan.deferred and (place == device or place in ("disk", "meta"))
         if device != "cpu":
             plan.devices[key] = device

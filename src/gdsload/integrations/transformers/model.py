@@ -221,29 +221,55 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
 
     config = kwargs.get("config")
     if not isinstance(config, transformers.PretrainedConfig):
-        words = {name: kwargs[name] for name in _CONFIG_WORDS if name in kwargs}
+        source, config = _config_of(source, config, kwargs)
+    if config is None:
+        return transformers.AutoModelForCausalLM
+    cls = _class_named_by(config, kwargs)
+    if cls is None:
+        raise CheckpointError(
+            f"{source}: its config names no architecture of transformers"
+            f" ({getattr(config, 'architectures', None)}); pass cls="
+        )
+    return cls
+
+
+def _config_of(
+    source: str | os.PathLike[str], config: Any, kwargs: Mapping[str, Any]
+) -> tuple[str | os.PathLike[str], Any]:
+    """The config of a source, or the one at the path `config`, and whose it is. For an adapter
+    those of its base model; None if it names none."""
+    from transformers import AutoConfig
+
+    words = {name: kwargs[name] for name in _CONFIG_WORDS if name in kwargs}
+    try:
+        return source, AutoConfig.from_pretrained(config or source, **words)
+    except (OSError, ValueError):
+        if os.path.isfile(source) and config is None:
+            raise CheckpointError(
+                f"{source}: this is a file, and from_pretrained needs the directory with its"
+                " config.json (load_file takes one file)",
+                path=str(source),
+            ) from None
+        # An adapter has no config of its own. transformers finds that of its base model by the
+        # same keywords.
+        found = adapter_config_of(source, kwargs)
+        if found is None:
+            raise
         try:
-            config = transformers.AutoConfig.from_pretrained(config or source, **words)
-        except (OSError, ValueError):
-            if os.path.isfile(source) and config is None:
-                raise CheckpointError(
-                    f"{source}: this is a file, and from_pretrained needs the directory with its"
-                    " config.json (load_file takes one file)",
-                    path=str(source),
-                ) from None
-            # An adapter has no config of its own: the class is that of its base model, which
-            # transformers finds by the same keywords.
-            found = adapter_config_of(source, kwargs)
-            if found is None:
-                raise
-            try:
-                base = json.loads(Path(found).read_bytes()).get("base_model_name_or_path")
-            except (AttributeError, ValueError) as error:
-                reason = f"{found}: this is no JSON object"
-                raise CheckpointError(reason, path=found) from error
-            if base is None:
-                return transformers.AutoModelForCausalLM
-            source, config = base, transformers.AutoConfig.from_pretrained(base, **words)
+            base = json.loads(Path(found).read_bytes()).get("base_model_name_or_path")
+        except (AttributeError, ValueError) as error:
+            reason = f"{found}: this is no JSON object"
+            raise CheckpointError(reason, path=found) from error
+        if base is None:
+            return source, None
+        return base, AutoConfig.from_pretrained(base, **words)
+
+
+def _class_named_by(config: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The class of transformers that a config names, or the Auto class that finds it; None if it
+    names none."""
+    import transformers
+
     mapped = getattr(config, "auto_map", None) or {}
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
@@ -260,10 +286,7 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
             return getattr(transformers, auto)
     if kwargs.get("gguf_file") is not None:  # names its kind of model, and no class
         return transformers.AutoModelForCausalLM
-    raise CheckpointError(
-        f"{source}: its config names no architecture of transformers"
-        f" ({getattr(config, 'architectures', None)}); pass cls="
-    )
+    return None
 
 
 @contextmanager

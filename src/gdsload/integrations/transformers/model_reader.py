@@ -216,7 +216,7 @@ class ModelReader:
 
     def _reached(self, device: str) -> str:
         if device not in self._devices:
-            self._devices[device] = device_batch.reached(device, self.options.reading.backend)
+            self._devices[device] = device_batch.read_device(device, self.options.reading.backend)
         return self._devices[device]
 
     def _session(self, device: str, slices: Sequence[TensorSlice] = ()) -> Session:
@@ -287,7 +287,7 @@ class ModelReader:
             found.update(plan.parameters[name] for name in names)
         return found
 
-    def expect(self, names: Sequence[str], on_disk: set[str]) -> None:
+    def start_in_order(self, names: Sequence[str], on_disk: set[str]) -> None:
         """Posts the first reads of these tensors, in this order. Those `on_disk` are not read.
         Raises CheckpointError for one that there is none of."""
         self._use(LoadPlan(lazy=on_disk))

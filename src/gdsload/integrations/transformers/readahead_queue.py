@@ -123,7 +123,7 @@ class ReadWindow(Batch):
         for part in tensor_slice.parts:
             claim = self.claims.get(part.name)
             if claim is not None:
-                claim.pause(seconds)
+                claim.wait_for(seconds)
                 return
         locations = self.plan.locations
         if self.session.checkpoint.closed:
@@ -134,7 +134,7 @@ class ReadWindow(Batch):
         if self._whole:
             first, last = 0, len(self.plan.transfers) - 1
         if last >= first:
-            self.pause(first, last, seconds)
+            self.wait_for(first, last, seconds)
 
     def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
         """The tensors of a slice's parts, once. Each owns its memory."""
