@@ -98,7 +98,11 @@ class PosixBackend(PumpBackend):
                 " bounce buffer (bounce), or auto: the cheaper of huge and bounce; in the page"
                 " cache: huge folios, growing ones (small, bounce), or auto: the cheaper",
             ),
-            Option("fixed_buffers", "auto", "auto: register rings; always: tensors too; never"),
+            Option(
+                "fixed_buffers",
+                "auto",
+                "memory that engine uring registers. auto: rings; always: tensors too; never: none",
+            ),
             Option(
                 "ring_bytes",
                 0,
