@@ -15,6 +15,7 @@ import pytest
 
 from gdsload._native import system
 from gdsload.memory import page_cache
+from gdsload.system.capabilities import CAP_FOWNER, has_capability
 from gpudoubles import built
 from storage import kept_warm, make_cold
 
@@ -72,6 +73,18 @@ def test_page_that_is_being_read_has_not_arrived(fd: int, monkeypatch: pytest.Mo
         assert page_cache.has_arrived(fd, 0, PAGES * PAGE)
     else:
         assert not page_cache.has_arrived(fd, 0, PAGES * PAGE)
+
+
+def test_pages_of_a_foreign_file_may_not_have_arrived_where_only_cachestat_tells_the_truth(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Linux 6.14, `cachestat` answers to everybody."""
+    belongs_to_another(fd, monkeypatch)
+    for call in ("cachestat", "mincore_pages"):
+        monkeypatch.setattr(system, call, lambda *_: PAGES)
+    assert not page_cache.has_arrived(fd, 0, PAGES * PAGE)
+    monkeypatch.setattr(os, "access", lambda *args, **kwargs: True)
+    assert page_cache.has_arrived(fd, 0, PAGES * PAGE)
 
 
 def test_absent_ranges_have_present_bytes_between_them(fd: int) -> None:
@@ -147,6 +160,14 @@ def test_cold_samples_at_the_start_of_a_warm_file_do_not_decide(
     assert page_cache.mostly_resident(-1, 0, page_cache.SAMPLES * page_cache.SAMPLE_BYTES + 1)
 
 
+def belongs_to_another(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file seems to be of another user, who lets nobody write to it."""
+    owner = os.fstat(fd).st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(os, "access", lambda *args, **kwargs: False)
+    monkeypatch.setattr(page_cache, "_owns_all_files", lambda _: False, raising=False)
+
+
 @pytest.fixture(params=[errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
 def foreign(
     request: pytest.FixtureRequest, fd: int, monkeypatch: pytest.MonkeyPatch
@@ -158,8 +179,7 @@ def foreign(
 
     monkeypatch.setattr(system, "cachestat", refused)
     monkeypatch.setattr(system, "mincore_pages", lambda fd, offset, length: -(-length // PAGE))
-    monkeypatch.setattr(os, "geteuid", lambda: os.fstat(fd).st_uid + 1)
-    monkeypatch.setattr(os, "access", lambda *args, **kwargs: False)
+    belongs_to_another(fd, monkeypatch)
     yield fd
 
 
@@ -224,6 +244,61 @@ def test_residency_asked_by_another_user_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-c", AS_ANOTHER, path], capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == "refused"
+
+
+WITHOUT_CACHESTAT = """
+import ctypes, errno, os, struct, sys
+from gdsload._native import system
+from gdsload.memory import page_cache
+
+def refused(*_):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+system.cachestat = refused
+path, rights = sys.argv[1:]
+libc = ctypes.CDLL(None)
+if rights == "no capability":
+    assert libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 0
+if rights == "user namespace":
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        print("skip")
+        sys.exit()
+    with open("/proc/self/uid_map", "w") as users:
+        users.write("0 0 1")
+fd = os.open(path, os.O_RDONLY)
+size = os.fstat(fd).st_size
+try:
+    print(page_cache.resident_bytes(fd))
+except PermissionError:
+    print("refused")
+print(page_cache.mostly_resident(fd, 0, size), page_cache.residency(fd, size))
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not has_capability(CAP_FOWNER),
+    reason="only root outside of user namespaces has rights to give up",
+)
+@pytest.mark.parametrize(
+    ("rights", "told"), [("all", "0"), ("no capability", "refused"), ("user namespace", "refused")]
+)
+def test_user_zero_is_told_by_mincore_if_it_owns_all_files(
+    tmp_path: Path, rights: str, told: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(PAGES * PAGE))
+    path.chmod(0o644)
+    os.chown(path, 65534, 65534)
+    make_cold(path)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CACHESTAT, path, rights],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if ran.stdout == "skip\n":
+        pytest.skip("this process may not make a user namespace")
+    assert ran.stdout.split() == [told, "False", "none"]
 
 
 IN_GVISOR = """
