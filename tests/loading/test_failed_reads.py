@@ -42,6 +42,7 @@ from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
+from gdsload.memory import host_buffers, page_cache
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import Transfer, byte_ranges_of
@@ -53,6 +54,7 @@ from storage import make_cold
 from windows import small_windows
 
 POOL_BYTES = 64 << 20
+PATIENCE_SECONDS = 120.0
 PAGE = os.sysconf("SC_PAGESIZE")
 COUNT = 4
 # Longer than a request of the gated backend: a tensor is at least one transfer.
@@ -519,6 +521,164 @@ def test_storage_that_hangs_before_or_after_the_reads_is_a_stall(
             gdsload.load_file(tiny_checkpoint, cache="direct", stall_seconds=0.2)
     finally:
         answers.set()
+
+
+def loaded(path: Path, **words: Any) -> Any:
+    return gdsload.load_file(path, **words)
+
+
+def streamed(path: Path, **words: Any) -> Any:
+    return dict(gdsload.stream(path, **words))
+
+
+def got(path: Path, **words: Any) -> Any:
+    with gdsload.safe_open(path, framework="pt", **words) as opened:
+        return opened.get_tensor(next(iter(opened.keys())))
+
+
+@pytest.mark.parametrize("load", [loaded, streamed, got])
+@pytest.mark.parametrize(
+    ("call", "answers", "words"),
+    [
+        ("resident_bytes", {}, {}),
+        ("wholly_resident", {}, {}),
+        ("has_arrived", {"wholly_resident": True}, {}),
+        ("residency", {"wholly_resident": False}, {}),
+        ("absent_ranges", {"wholly_resident": False}, {"page_cache": "drop"}),
+        ("Region.file", {"wholly_resident": True, "has_arrived": True}, {}),
+        ("Region.file", {}, {"cache": "mapped"}),
+    ],
+)
+def test_storage_that_hangs_in_a_question_about_the_page_cache_is_a_stall(
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    answers: dict[str, bool],
+    words: dict[str, Any],
+    load: Callable[..., Any],
+) -> None:
+    answered = threading.Event()
+
+    def hangs(*_: object) -> Any:
+        assert answered.wait(PATIENCE_SECONDS)
+        raise OSError(errno.EIO, "the server is gone")
+
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "fuse.test")
+    for name, answer in answers.items():
+        monkeypatch.setattr(page_cache, name, lambda *_, answer=answer: answer)
+    if call == "Region.file":
+        monkeypatch.setattr(host_buffers, "Region", SimpleNamespace(file=hangs))
+    else:
+        monkeypatch.setattr(page_cache, call, hangs)
+    try:
+        with pytest.raises(StallError, match="the storage has not answered"):
+            load(tiny_checkpoint, stall_seconds=0.2, **words)
+        assert gc.isenabled()
+    finally:
+        answered.set()
+
+
+def test_storage_that_hangs_in_the_question_about_a_read_is_a_stall(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files that are in the page cache in part, each read is asked about."""
+    answered, plan = threading.Event(), Session.plan
+
+    def hangs(*_: object) -> bool:
+        return answered.wait(PATIENCE_SECONDS)
+
+    def planned(*args: Any, **words: Any) -> Any:
+        monkeypatch.setattr(page_cache, "wholly_resident", hangs)
+        return plan(*args, **words)
+
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "fuse.test")
+    monkeypatch.setattr(page_cache, "wholly_resident", lambda *_: False)
+    monkeypatch.setattr(page_cache, "residency", lambda *_: "some")
+    monkeypatch.setattr(Session, "plan", planned)
+    try:
+        with pytest.raises(StallError, match="the storage has not answered"):
+            gdsload.load_file(tiny_checkpoint, stall_seconds=0.2)
+        assert gc.isenabled()
+    finally:
+        answered.set()
+
+
+@pytest.mark.parametrize("call", ["wholly_resident", "estimated_bytes"])
+def test_storage_that_hangs_while_the_page_cache_is_filled_is_a_stall(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    answered = threading.Event()
+
+    def hangs(*_: object) -> bool:
+        return answered.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "fuse.test")
+    monkeypatch.setattr(page_cache, call, hangs)
+    try:
+        with (
+            gdsload.prefetch(tiny_checkpoint, tier="pagecache", stall_seconds=0.2) as ahead,
+            pytest.raises(StallError, match="the storage has not answered"),
+        ):
+            assert ahead.wait(PATIENCE_SECONDS)
+    finally:
+        answered.set()
+
+
+def test_overlay_that_hangs_when_its_share_in_the_page_cache_is_asked_for_is_a_stall(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+
+    def hangs(*_: object) -> float:
+        return float(answered.wait(PATIENCE_SECONDS))
+
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "overlay")
+    monkeypatch.setattr(page_cache, "mostly_resident", lambda *_: False)
+    monkeypatch.setattr(page_cache, "resident_share", hangs)
+    words: Any = {"backend": "posix", "page_cache": "fill", "options": {"engine": "threads"}}
+    try:
+        with pytest.raises(StallError, match="the storage has not answered"):
+            gdsload.load_file(path, stall_seconds=0.2, **words)
+    finally:
+        answered.set()
+
+
+def test_each_range_of_an_overlay_that_is_completed_is_progress(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them may take longer than a stall."""
+    progress: list[str] = []
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "overlay")
+    monkeypatch.setattr(page_cache, "mostly_resident", lambda *_: True)
+    monkeypatch.setattr(page_cache, "wholly_resident", lambda *_: False)
+    monkeypatch.setattr(
+        io_mode, "note_progress", lambda: progress.append(threading.current_thread().name)
+    )
+    with Checkpoint.open(path) as checkpoint:
+        access = io_mode.ShardAccess(checkpoint, LoadReport("t"), ReadSettings())
+        assert access.mapped(0, byte_ranges_of(checkpoint, ["t0", "t2"]))
+    assert progress == ["gdsload-open"] * 2
+
+
+def test_all_reads_of_a_plan_are_asked_about_in_one_thread(
+    path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[threading.Thread] = []
+
+    def noted(*_: object) -> bool:
+        asked.append(threading.current_thread())
+        return True
+
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "fuse.test")
+    monkeypatch.setattr(page_cache, "residency", lambda *_: "some")
+    monkeypatch.setattr(page_cache, "wholly_resident", noted)
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, LoadReport("t"), ReadSettings(backend="gated")) as session,
+    ):
+        plan = session.plan(byte_ranges_of(checkpoint, None))
+    assert len(asked) == len(plan.transfers) > 1
+    assert len(set(asked)) == 1 and threading.current_thread() not in asked
 
 
 @pytest.fixture

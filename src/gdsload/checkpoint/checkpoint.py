@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gdsload._native import system
 from gdsload._native.ranges import bytes_of
@@ -53,6 +53,8 @@ from gdsload.system.gc_control import collector_eased, collector_paused
 from gdsload.system.parallel import in_thread, parallel_map
 from gdsload.system.stall import STALL_SECONDS
 from gdsload.system.storage import filesystem_without_disk
+
+Answer = TypeVar("Answer")
 
 _FEW_SHARDS = 4  # on a disk, one thread opens them faster than several start
 
@@ -300,6 +302,18 @@ class Checkpoint(quiesce.Holder):
         for shard in asked:
             if not shard.may_hang:
                 shard.verify_unchanged()
+
+    def answer_to(self, question: Callable[[], Answer], shards: Iterable[int]) -> Answer:
+        """Internal: the answer to a question about shards that the server of distant storage may
+        be asked.
+
+        Raises StallError: such storage is asked in a thread.
+        """
+        asked = (self.shards[number] for number in shards)
+        hanging = next((shard for shard in asked if shard.may_hang), None)
+        if hanging is None:
+            return question()
+        return in_thread(question, hanging.path, stall_seconds=self.stall_seconds)
 
     @property
     def remote(self) -> bool:

@@ -17,17 +17,17 @@ import errno
 import os
 import resource
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
 from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.checkpoint.file_io import close_files
-from gdsload.errors import CheckpointError, ReadError
+from gdsload.errors import CheckpointError, ReadError, StallError
 from gdsload.loading.page_cache_fill import WITHOUT_BACKEND_BYTES, PageCacheFill
 from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
@@ -38,10 +38,8 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.report import LoadReport
-from gdsload.system.parallel import in_thread, parallel_map
+from gdsload.system.parallel import in_thread, note_progress, parallel_map
 from gdsload.system.storage import Storage, reads_in_flight, remote_storage, storage_of
-
-Result = TypeVar("Result")
 
 _COPY_BYTES = 128 << 10
 _ALIGN_BYTES = 8  # to which safetensors aligns the data of a file
@@ -147,15 +145,7 @@ class ShardAccess:
             return False
         if self.cache == "mapped":
             return True
-        opened = self._checkpoint.shards[shard]
-        return self._answered(opened, partial(self._is_warm, shard, ranges))
-
-    def _answered(self, shard: Shard, question: Callable[[], Result]) -> Result:
-        """The answer to a question about the page cache, which may be a round trip of distant
-        storage. Raises StallError."""
-        if not shard.may_hang:
-            return question()
-        return in_thread(question, shard.path, stall_seconds=self._checkpoint.stall_seconds)
+        return self._checkpoint.answer_to(partial(self._is_warm, shard, ranges), [shard])
 
     def _is_warm(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
         """Whether the page cache holds these ranges of a shard, nearly all of them."""
@@ -198,25 +188,28 @@ class ShardAccess:
         ]
         # In threads, so that a disk that hangs cannot block Ctrl-C.
         seconds = self._checkpoint.stall_seconds
-        list(parallel_map(complete, partly, path_of=lambda _: opened.path, stall_seconds=seconds))
+        for _ in parallel_map(
+            complete, partly, path_of=lambda _: opened.path, stall_seconds=seconds
+        ):
+            note_progress()
         return shard not in self._unreadable
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
-        """The cheapest I/O mode for a transfer that does not fill the page cache."""
+        """The cheapest I/O mode for a transfer that does not fill the page cache. Distant storage
+        may be asked, in this thread."""
         if self._remote:
             return "buffered"
         if self.cache != "auto":
             return "direct" if self.cache == "direct" else "buffered"
         opened = self._checkpoint.shards[shard]
         if shard not in self._residency:
-            residency = partial(page_cache.residency, opened.fd, opened.size)
-            self._residency[shard] = self._answered(opened, residency)
+            self._residency[shard] = page_cache.residency(opened.fd, opened.size)
+            note_progress()
         if self._residency[shard] != "some":
             return "buffered" if self._residency[shard] == "all" else "direct"
         length = min(length, opened.size - offset)
-        warm = self._answered(
-            opened, partial(page_cache.wholly_resident, opened.fd, offset, length)
-        )
+        warm = page_cache.wholly_resident(opened.fd, offset, length)
+        note_progress()
         return "buffered" if warm else "direct"
 
     def register(self, backend: Backend, *shards: int) -> None:
@@ -246,7 +239,7 @@ class ShardAccess:
             self._registered[shard] = backend.register(file)
             return
         if self._drops:
-            self._note_absent(opened)
+            self._note_absent(shard)
         try:
             self._registered[shard] = backend.register(
                 OpenFile(
@@ -335,13 +328,17 @@ class ShardAccess:
         else:
             self.report.refusals[f"direct I/O on {opened.name}"] = found.refusal
 
-    def _note_absent(self, shard: Shard) -> None:
+    def _note_absent(self, shard: int) -> None:
         """Notes what `close` drops. The kernel tells it only to those who may write to the file."""
+        opened = self._checkpoint.shards[shard]
         try:
-            absent = self._answered(shard, partial(page_cache.absent_ranges, shard.fd, shard.size))
-            self._absent.append((os.dup(shard.fd), absent))
+            question = partial(page_cache.absent_ranges, opened.fd, opened.size)
+            absent = self._checkpoint.answer_to(question, [shard])
+            self._absent.append((os.dup(opened.fd), absent))
+        except StallError:
+            raise
         except OSError as error:
-            self.report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)
+            self.report.refusals[f"page_cache='drop' on {opened.name}"] = str(error.strerror)
 
     def close(self, backend: Backend | None) -> None:
         """Gives registrations back, closes the backend and the direct descriptors, and drops from

@@ -17,7 +17,7 @@ Not responsible for: the I/O modes of reads that do not fill it (`io_mode`).
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.loading.settings import ReadSettings
@@ -133,8 +133,10 @@ class PageCacheFill:
             return
         self._decided = True
         self._text = f"filled: it has room for {nbytes:,} bytes"
-        files = [(each.fd, each.size) for each in self._checkpoint.shards]
-        if (found := page_cache.resident_share(files)) >= REPORTED_SHARE:
+        shards = self._checkpoint.shards
+        share = partial(page_cache.resident_share, [(each.fd, each.size) for each in shards])
+        found = self._checkpoint.answer_to(share, range(len(shards)))
+        if found >= REPORTED_SHARE:
             self._text += f", about {found:.0%} of the files were in it"
 
     def refuse(self, reason: str) -> None:

@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.memory import Region
@@ -407,7 +408,8 @@ class Session(quiesce.Holder):
             window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
             request_bytes = self._access.fill.request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
-        return plan_reads(
+        planned = partial(
+            plan_reads,
             ranges,
             [shard.size for shard in self.checkpoint.shards],
             limits,
@@ -416,6 +418,8 @@ class Session(quiesce.Holder):
             gap_bytes=REMOTE_GAP_BYTES if self._remote else GAP_BYTES,
             io_mode_of=(lambda *_: io_mode) if io_mode else self._access.io_mode_of,
         )
+        with collector_paused():  # not by a thread, which may be left behind
+            return planned() if io_mode else self.checkpoint.answer_to(planned, shards)
 
     def _refuse_direct(self, name: str) -> None:
         """Notes that the backend does no direct reads. Raises BackendUnavailable if

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import CheckpointError, PlacementError
+from gdsload.errors import CheckpointError, PlacementError, StallError
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.system.available import take_room
 from gdsload.system.gc_control import collector_paused
-from gdsload.system.parallel import in_thread
 
 if TYPE_CHECKING:
     from gdsload._native.cuda import Block
@@ -106,11 +105,10 @@ def map_shard(checkpoint: Checkpoint, shard: int) -> Region:
     Raises CheckpointError, and StallError: the server of a distant file may be asked.
     """
     opened = checkpoint.shards[shard]
-    map_file = partial(Region.file, opened.fd, opened.size)
     try:
-        if opened.may_hang:
-            return in_thread(map_file, opened.path, stall_seconds=checkpoint.stall_seconds)
-        return map_file()
+        return checkpoint.answer_to(partial(Region.file, opened.fd, opened.size), [shard])
+    except StallError:
+        raise
     except OSError as error:
         raise CheckpointError(
             f"{opened.path}: cannot be mapped: {error.strerror}", path=opened.path

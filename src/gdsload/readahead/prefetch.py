@@ -38,6 +38,7 @@ from gdsload.system import lifecycle, quiesce
 from gdsload.system.cancellation import WAKE_SECONDS
 from gdsload.system.device_name import current_gpu, device_kind, require_name
 from gdsload.system.gc_control import ease_imports, imports_done
+from gdsload.system.parallel import note_progress
 from gdsload.system.stall import STALL_SECONDS, StallWatch
 from gdsload.system.threads import SafeEvent, start_thread
 
@@ -562,12 +563,14 @@ lifecycle.at_exit(lifecycle.PREFETCHES, _close_all)
 
 def _resident_bytes(checkpoint: Checkpoint, ranges: Sequence[ByteRange]) -> int:
     """About how many bytes of these ranges are in the page cache."""
-    shards = checkpoint.shards
-    return sum(
-        page_cache.estimated_bytes(shards[one.shard].fd, one.offset, one.nbytes)
-        for one in ranges
-        if one.nbytes
-    )
+
+    def resident(one: ByteRange) -> int:
+        note_progress()
+        fd = checkpoint.shards[one.shard].fd
+        return page_cache.estimated_bytes(fd, one.offset, one.nbytes) if one.nbytes else 0
+
+    shards = {one.shard for one in ranges}
+    return checkpoint.answer_to(lambda: sum(map(resident, ranges)), shards)
 
 
 def prefetch(

@@ -7,7 +7,8 @@ PageCacheWarmup    reads into a small scratch buffer, to fill the page cache
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, Progress
@@ -29,6 +30,7 @@ from gdsload.planning.read_plan import (
 )
 from gdsload.system.available import available_bytes
 from gdsload.system.lifecycle import fork_safe_lock, taken
+from gdsload.system.parallel import note_progress
 
 # Size of one read into the page cache, at most, and of the scratch memory that all of them share.
 WARM_REQUEST_BYTES = 4 << 20
@@ -143,7 +145,8 @@ class PageCacheWarmup(PrefetchBatch):
 def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     """Buffered reads of the bytes that are not in the page cache, in file order."""
     merged_ranges = merged_ranges_of(ranges, 0)
-    cold = list(_cold_ranges(session, merged_ranges))
+    question = partial(_cold_ranges, session, merged_ranges)
+    cold = session.checkpoint.answer_to(question, {each.shard for each in ranges})
     # A backend is opened only if there is something to read.
     most = session.open().limits(session.device).max_request if cold else WARM_REQUEST_BYTES
     request_bytes = min(WARM_REQUEST_BYTES, most)
@@ -170,14 +173,17 @@ def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
 
 def _cold_ranges(
     session: Session, merged_ranges: Iterable[MergedRange]
-) -> Iterator[tuple[int, int, int]]:
+) -> list[tuple[int, int, int]]:
     """The shard, the first byte and the end of each range that is not in the page cache."""
+    cold = []
     for merged in merged_ranges:
         fd = session.checkpoint.shards[merged.shard].fd
         for offset in range(merged.offset, merged.end, WARM_REQUEST_BYTES):
             end = min(offset + WARM_REQUEST_BYTES, merged.end)
             if not page_cache.wholly_resident(fd, offset, end - offset):
-                yield merged.shard, offset, end
+                cold.append((merged.shard, offset, end))
+            note_progress()
+    return cold
 
 
 def fitting(ranges: Sequence[ByteRange], limit_bytes: int | None) -> list[ByteRange]:
