@@ -35,6 +35,7 @@ from gdsload.remote.urls import is_url, joined, sources_of, split_file, without_
 from object_server import ObjectServer
 from remotefiles import REFUSED, Fault, MemoryDirectory, MemoryFile
 
+PATIENCE_SECONDS = 240.0
 TENSORS = {f"layer.{i}": torch.arange(i * 1000, i * 1000 + 60_000) for i in range(6)}
 
 
@@ -238,6 +239,42 @@ def test_source_that_does_not_answer_is_left(
     report = load("mem://hangs", model)
     assert "not answered" in report.refusals["mem://hangs"]
     gate.set()
+
+
+def test_sources_that_never_answer_are_an_error_that_names_them(
+    memory: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_directory, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(replica_directory, "PATIENCE_SECONDS", 0.2)
+    gate = threading.Event()
+    for name in ("mem://a", "mem://b"):
+        memory(name).ask = lambda: bool(gate.wait(PATIENCE_SECONDS))
+    try:
+        with pytest.raises(CheckpointUnreadable) as caught:
+            gdsload.load_file(gdsload.replicas("mem://a", "mem://b"))
+    finally:
+        gate.set()
+    for name in ("mem://a", "mem://b"):
+        assert f"{name} had not answered for 0.2 s" in str(caught.value)
+
+
+def test_source_that_refuses_beside_one_that_never_answers_is_an_error(
+    memory: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_directory, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(replica_directory, "PATIENCE_SECONDS", 0.2)
+    gate = threading.Event()
+
+    def refuse() -> None:
+        raise RemoteError("refused")
+
+    memory("mem://refuses").ask = refuse
+    memory("mem://hangs").ask = lambda: bool(gate.wait(PATIENCE_SECONDS))
+    try:
+        with pytest.raises(CheckpointUnreadable, match=r"mem://hangs had not answered.*; refused"):
+            gdsload.load_file(gdsload.replicas("mem://refuses", "mem://hangs"))
+    finally:
+        gate.set()
 
 
 class Panic(BaseException):

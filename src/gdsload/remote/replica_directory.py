@@ -135,7 +135,7 @@ class ReplicaDirectory(RemoteDirectory):
                 why = (
                     f"it had not answered {PATIENCE_SECONDS:g} s after another source"
                     if found
-                    else f"it had not answered for {STALL_SECONDS:g} s"
+                    else f"{source.name} had not answered for {STALL_SECONDS:g} s"
                 )
                 self._sources.abandon(source, why)
             elif source in failed and (abandon or (found and _is_down(failed[source]))):
