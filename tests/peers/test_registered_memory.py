@@ -193,6 +193,17 @@ def test_failed_publish_is_an_error_until_the_next_one(
         assert server.status().failure == ""
 
 
+def test_process_that_serves_weights_cannot_quiesce(agent: LateAgent) -> None:
+    with gdsload.serve({"a": torch.ones(8)}, checksums=False) as served:
+        for _ in range(2):
+            with pytest.raises(GdsloadError, match=f"cannot quiesce: {served.url} is being served"):
+                gdsload.quiesce(0.0)
+            served.withdraw()  # its port stays open
+        served.publish()
+        assert served.status().tensors == 1
+    gdsload.quiesce(0.0)
+
+
 @pytest.mark.parametrize("is_held", [False, True])
 def test_served_memory_is_none_of_the_host_pool(
     is_held: bool, agent: LateAgent, tiny_checkpoint: Path

@@ -20,12 +20,14 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from descriptors import none_left
 from gdsload.errors import GdsloadError, RemoteError, StallError
 from gdsload.remote import cache_entry
 from gdsload.remote.cache import SIZE_VARIABLE, CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
+from gdsload.system import quiesce
 from gdsload.system.cancellation import CancelToken, LoadCancelled
 from threadends import await_threads
 from waiting import wait_for
@@ -135,6 +137,53 @@ def test_whole_file_is_a_local_file(tmp_path: Path) -> None:
     assert copy is not None and Path(copy.path).name == "model.safetensors"
     cached.close()
     assert content_of(copy) == file.content
+
+
+def test_quiesce_waits_for_files_that_are_being_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealing, goes_on = held_seal(monkeypatch)
+    load(tmp_path, MemoryFile())
+    assert sealing.wait(PATIENCE_SECONDS)
+    with pytest.raises(GdsloadError, match="files of the local cache are being flushed"):
+        quiesce.quiesce(0.0)
+    with ThreadPoolExecutor(1) as pool:
+        quiesced = pool.submit(quiesce.quiesce, PATIENCE_SECONDS)
+        goes_on.set()
+        quiesced.result()
+    assert sealed_files(tmp_path) == 1
+
+
+def test_quiesce_in_a_forked_child_waits_for_files_that_are_being_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealing, goes_on = held_seal(monkeypatch)
+
+    def child() -> None:
+        load(tmp_path, MemoryFile())
+        assert sealing.wait(PATIENCE_SECONDS)
+        with pytest.raises(GdsloadError, match="are being flushed"):
+            quiesce.quiesce(0.0)
+        goes_on.set()
+        quiesce.quiesce(PATIENCE_SECONDS)
+
+    pid = forked.fork()
+    if pid == 0:
+        forked.end_with(child)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def held_seal(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Lets files be sealed only when the second event is set; the first one is set then before."""
+    sealing, goes_on, seal = threading.Event(), threading.Event(), Entry.seal
+
+    def held(entry: Entry) -> bool:
+        sealing.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+        return seal(entry)
+
+    monkeypatch.setattr(Entry, "seal", held)
+    return sealing, goes_on
 
 
 def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) -> None:

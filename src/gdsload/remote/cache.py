@@ -233,6 +233,7 @@ class CachedFile(RemoteFile):
             thread = start_thread(lambda: _seal(entry), "gdsload-cache")
             if thread is not None:
                 _seals.add(thread)
+                quiesce.register(_seal_holder)  # here: a forked child has no holders of its parent
         self._file.close()
 
 
@@ -257,12 +258,11 @@ class _SealHolder(quiesce.Holder):
     """The threads that seal files, which `quiesce` waits for."""
 
     def busy(self) -> str:
-        seals = sum(thread.is_alive() for thread in list(_seals))
-        return f"{seals} files of the local cache are being flushed to the disk" if seals else ""
+        sealing = any(thread.is_alive() for thread in list(_seals))
+        return "files of the local cache are being flushed to the disk" if sealing else ""
 
 
 _seal_holder = _SealHolder()
-quiesce.register(_seal_holder)
 
 
 class CachedDirectory(RemoteDirectory):
