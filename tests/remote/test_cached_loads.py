@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gdsload
+from command import answer
 from gdsload import Checkpoint, CheckpointError, events, warmup
+from gdsload.checkpoint.manifest import MANIFEST_NAME
 from gdsload.distribution.exchange import agreed_layouts
 from gdsload.loading import claims
 from gdsload.loading.batch import Batch
@@ -253,6 +255,29 @@ def test_flipped_byte_in_the_cache_is_fetched_again(
     await_threads("gdsload-cache")
     assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
     assert list(gdsload.last_report().paths) == ["mapped"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "query", "verify"),
+    [("s3", "", "checksum"), ("s3", "", "sha256"), ("http", "?a=/b/c", "checksum")],
+)
+def test_files_in_the_cache_are_compared_with_the_manifest_of_their_source(
+    server: ObjectServer,
+    tmp_path: Path,
+    tiny_checkpoint: Path,
+    scheme: str,
+    query: str,
+    verify: str,
+) -> None:
+    url, cache = server.url(scheme, "model") + query, tmp_path / "cache"
+    made = server.root / "model" / MANIFEST_NAME
+    answer("manifest", url, "--algorithm", "sha256", "--output", made)
+    gdsload.load_file(url, cache_dir=cache)
+    await_threads("gdsload-cache")
+    found = gdsload.load_file(url, cache_dir=cache, verify=verify)
+    report = gdsload.last_report()
+    assert report.verified_bytes == report.cached_bytes == report.wanted_bytes > 0
+    assert_same(found, tiny_checkpoint)
 
 
 def test_every_face_uses_the_cache(
