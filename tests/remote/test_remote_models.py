@@ -222,6 +222,26 @@ def test_config_and_tokenizer_files_are_fetched_and_large_ones_are_not(
     assert server.reads("model/pytorch_model.bin") == []
 
 
+def test_small_files_are_found_on_a_web_server_which_cannot_list_them(server: ObjectServer) -> None:
+    names = {
+        "audio_tokenizer_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "normalizer.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "source.spm",
+        "target.spm",
+        "tekken.json",
+        "tokenizer_config.json",
+        "video_preprocessor_config.json",
+    }
+    for name in names:
+        (server.root / "model" / name).write_text("{}")
+    with stand_ins.stand_in(server.url("http", "model"), {}) as top:
+        assert names - {path.name for path in Path(top).iterdir()} == set()
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 def test_adapter_of_a_language_is_that_of_the_directory(
