@@ -283,6 +283,26 @@ def test_adapter_calls_back_at_the_end(base: str, tmp_path: Path) -> None:
 
 
 @needs_new
+@pytest.mark.parametrize("cls", [None, transformers.LlamaForCausalLM])
+@pytest.mark.parametrize("inside", ["", "adapter"])
+def test_adapter_in_the_directory_of_its_base_model_calls_back_at_the_end(
+    inside: str, cls: Any, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = tinymodels.build("llama")
+    model.save_pretrained(tmp_path)
+    model.name_or_path = str(tmp_path)
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    peft.get_peft_model(model, wanted).save_pretrained(tmp_path / inside)
+    words: dict[str, Any] = {"adapter_kwargs": {"subfolder": inside}} if inside else {}
+    calls = Calls()
+    made = gdsload.from_pretrained(tmp_path, cls=cls, on_module_ready=calls, **words)
+    assert any("lora" in name for name in calls.names)
+    assert gdsload.last_report().modules_ready == "at the end: an adapter may exchange modules"
+    calls.require_true(made)
+
+
+@needs_new
 def test_class_that_writes_when_it_ties_calls_back_at_the_end(tmp_path: Path) -> None:
     source = tinymodels.saved_speech(tmp_path)
     calls = Calls()
