@@ -15,12 +15,18 @@ import torch.distributed as dist
 import gdsload
 import tinymodels
 from equal import NEW
-from gdsload.distribution.exchange import Exchange
+from gdsload.checkpoint import Checkpoint
+from gdsload.distribution.exchange import Exchange, box_of
 from gdsload.distribution.reader_group import ReaderGroup
 from gdsload.errors import GdsloadError, PlacementError
 from gdsload.integrations.transformers.shared_queue import SharedQueue
+from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
+from gdsload.report import LoadReport
 from gdsload.system import available, torch_thread
 from windows import small_windows
+
+PATIENCE_SECONDS = 120.0
 
 
 @pytest.fixture
@@ -148,3 +154,40 @@ def test_consumer_slower_than_the_limit_of_an_answer_does_not_silence_its_rank(
         )
     assert heard[0]
     assert tinymodels.differences(wanted, found) == []
+
+
+def test_ctrl_c_while_other_ranks_get_their_tensors_ends_the_exchange(
+    one_rank: dist.ProcessGroup, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, windows, joined = threading.Event(), list[int](), list[threading.Thread]()
+    real, join = Exchange.windows, threading.Thread.join
+
+    def held(exchange: Exchange) -> Iterator[Any]:
+        for complete in real(exchange):
+            windows.append(len(complete))
+            assert closing.wait(PATIENCE_SECONDS)
+            yield complete
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "gdsload-exchange":
+            joined.append(thread)
+            if len(joined) == 1:
+                raise KeyboardInterrupt
+            closing.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(Exchange, "windows", held)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with (
+        small_windows(),
+        Checkpoint.open(tiny_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport("t"), ReadSettings()) as shared,
+        Session(checkpoint, LoadReport("t"), ReadSettings()) as alone,
+    ):
+        wanted = {name: (name, box_of(info, None)) for name, info in checkpoint.tensors.items()}
+        readers = ReaderGroup(one_rank, "group", PATIENCE_SECONDS)
+        queue = SharedQueue(shared, alone, readers, wanted, kept=())
+        with pytest.raises(KeyboardInterrupt):
+            queue.finish()
+        queue.close()
+    assert len(windows) == 1 and not joined[0].is_alive()
