@@ -863,6 +863,16 @@ def test_unknown_or_contradicting_verify_is_refused_by_the_call(tiny_checkpoint:
         gdsload.prefetch(tiny_checkpoint, tier="pagecache", verify="checksum")
 
 
+def test_url_of_a_manifest_is_refused_and_its_secrets_are_not_shown(tiny_checkpoint: Path) -> None:
+    url = "https://user:secret@host.example/sums.json?signature=secret"
+    for load in (gdsload.load_file, gdsload.stream, gdsload.from_pretrained):
+        with pytest.raises(
+            ValueError, match=r"verify='https://host\.example/sums\.json'"
+        ) as caught:
+            load(tiny_checkpoint, verify=url)
+        assert "secret" not in str(caught.value)
+
+
 def test_verify_command_names_the_tensor_and_fails(source: Path) -> None:
     assert run("verify", source).exit_code == 0
     path = flip_in(source, NORM)
