@@ -381,6 +381,27 @@ def test_path_that_cannot_be_reached_exits_with_1(words: list[str], tmp_path: Pa
     assert "its symbolic links form a loop" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("doctor",),
+        ("cache", "list"),
+        ("cache", "clear"),
+        ("make-checkpoint", "tiny"),
+        ("manifest", "model", "--output"),
+        ("verify", "model", "--manifest"),
+        ("load", "model", "--trace"),
+    ],
+)
+def test_command_for_a_local_path_refuses_a_url_and_does_not_show_its_secrets(
+    command: Sequence[str],
+) -> None:
+    result = run(*command, "https://user:secret@host.example/model?signature=secret")
+    assert result.exit_code == 2
+    assert "https://host.example/model is a URL, and must be a local path" in result.output
+    assert "secret" not in result.output
+
+
 def test_doctor_of_a_path_that_is_not_there_exits_with_1(tmp_path: Path) -> None:
     result = run("doctor", tmp_path / "typo")
     assert result.exit_code == 1

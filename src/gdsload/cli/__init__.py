@@ -18,10 +18,17 @@ from gdsload.cli.integrity import manifest, verify
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
 from gdsload.cli.serving import serve
-from gdsload.cli.terminal import DIRECTORY, PATH, VERBOSE, Commands, common, json_of, show_json
+from gdsload.cli.terminal import (
+    DIRECTORY,
+    LOCAL_PATH,
+    VERBOSE,
+    Commands,
+    common,
+    json_of,
+    show_json,
+)
 from gdsload.cli.warming import warmup
 from gdsload.errors import CheckpointError, one_line
-from gdsload.remote.urls import is_url
 from gdsload.report import size
 from gdsload.synthetic.model_shapes import MODELS
 from gdsload.system.progress_bar import progress_bar, stderr_is_terminal
@@ -46,7 +53,7 @@ def main(ctx: click.Context) -> None:
 
 
 @main.command(short_help="What works on this machine, and what would help.")
-@click.argument("path", required=False, type=PATH)
+@click.argument("path", required=False, type=LOCAL_PATH)
 @json_of
 @common
 def doctor(path: str | None, as_json: bool) -> int:
@@ -57,8 +64,6 @@ def doctor(path: str | None, as_json: bool) -> int:
     """
     from gdsload.doctor import examine
 
-    if path is not None and is_url(path):
-        raise click.UsageError("PATH is a URL, and must be a local path")
     try:
         diagnosis = examine(path)
     except OSError as error:

@@ -11,7 +11,6 @@ from gdsload.checkpoint.file_io import open_error
 from gdsload.cli import terminal
 from gdsload.errors import one_line
 from gdsload.remote.cache import LocalCache
-from gdsload.remote.urls import is_url
 from gdsload.report import count, size
 
 
@@ -25,8 +24,6 @@ def cache() -> None:
 
 
 def _cache_in(directory: str) -> LocalCache:
-    if is_url(directory):
-        raise click.UsageError("DIRECTORY is a URL, and must be the local directory of a cache")
     try:
         os.scandir(directory).close()
     except OSError as error:

@@ -20,6 +20,7 @@ import click
 
 from gdsload.checkpoint.selection import Names, Selection, experts, layers
 from gdsload.errors import GdsloadError, one_line
+from gdsload.remote.urls import is_url, shown_source
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as in a shell
 # Keys in the context's meta: show the traceback of errors; -v was given.
@@ -132,10 +133,22 @@ common = _options(
     click.option("-v", "--verbose", count=True, callback=_logs, help=_VERBOSE, **_eager),
     click.option("--debug", is_flag=True, callback=_debug, help=_TRACEBACK, **_eager),
 )
+
+
+class LocalPath(click.Path):
+    """A path, and no URL, whose secrets other messages would show."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if is_url(value):
+            self.fail(f"{shown_source(value)} is a URL, and must be a local path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 # A file that this user may not read is no wrong argument, and the library's error has a hint.
 PATH = click.Path(readable=False)
-FILE = click.Path(dir_okay=False, readable=False)
-DIRECTORY = click.Path(file_okay=False, readable=False)
+LOCAL_PATH = LocalPath(readable=False)
+FILE = LocalPath(dir_okay=False, readable=False)
+DIRECTORY = LocalPath(file_okay=False, readable=False)
 source_of = _options(
     click.argument("source", type=PATH),
     click.option("--revision", help="Branch, tag or commit of a model in the hub's cache."),
