@@ -238,3 +238,12 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(session, "claim_ranges", claim)
     return event
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """The cycle collector does not run: what is freed was in no cycle."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

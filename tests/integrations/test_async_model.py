@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ import gdsload
 import tinymodels
 from gated import gated
 from gdsload import aio
+from gdsload.errors import FileChanged, ReadError
 from gdsload.integrations.transformers import hooks
 from gdsload.readahead.prefetch import prefetches
-from gdsload.system import cancellation
+from gdsload.system import async_call, cancellation
 from threadends import await_threads
 
 NEW = transformers.__version__[0] > "4"
@@ -384,3 +387,111 @@ def test_iterator_that_a_closed_loop_forgets_leaves_no_thread(source: Path) -> N
     loop.close()
     gc.collect()
     await_threads("gdsload-async")
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_model_of_a_cancelled_load_is_freed_before_the_error_is_raised(source: Path) -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    async def main() -> list[Any]:
+        loop = asyncio.get_running_loop()
+        cancelled = threading.Event()
+
+        def cancel() -> None:
+            loading.cancel()
+            loop.call_soon(loop.call_soon, cancelled.set)  # after the load has seen it
+
+        def ready(name: str, module: Any) -> None:
+            seen.append(weakref.ref(module))
+            if len(seen) == 3:
+                loop.call_soon_threadsafe(cancel)
+                assert cancelled.wait(60)
+
+        loading = asyncio.create_task(gdsload.afrom_pretrained(source, on_module_ready=ready))
+        try:
+            await loading
+        except asyncio.CancelledError:
+            return [module() for module in seen]
+        return ["a model"]
+
+    assert asyncio.run(main()) == [None] * 3
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("error", [ReadError, FileChanged])
+def test_model_of_a_failed_load_is_freed_without_the_collector(
+    source: Path, error: type[Exception]
+) -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    def ready(name: str, module: Any) -> None:
+        seen.append(weakref.ref(module))
+        if len(seen) == 3:
+            if error is ReadError:
+                raise ReadError("broken")
+            with next(source.glob("*.safetensors")).open("ab") as file:
+                file.write(b"more")
+
+    async def main() -> list[Any]:
+        with suppress(error):
+            await gdsload.afrom_pretrained(source, on_module_ready=ready)
+        await asyncio.sleep(0)  # asyncio refers to the error until the task waits again
+        return [module() for module in seen]
+
+    left = asyncio.run(main())
+    assert left == [None] * len(seen) and len(seen) >= 3
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_iterator_that_waits_for_a_tensor_keeps_no_other_one(source: Path) -> None:
+    async def main() -> None:
+        tensors = gdsload.astream(source, window_bytes=1, backend="gated", cache="direct")
+        first = asyncio.ensure_future(anext(tensors))
+        await asyncio.to_thread(gate.open)
+        gone = weakref.ref((await first)[1])
+        del first
+        second = asyncio.ensure_future(anext(tensors))
+        await asyncio.to_thread(gate.request, 2)  # read ahead, before it waits for the one before
+        assert gone() is None
+        second.cancel()
+        with suppress(asyncio.CancelledError):
+            await second
+
+    with gated() as gate:
+        asyncio.run(main())
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_error_of_an_iterator_is_in_no_cycle(source: Path) -> None:
+    gone: list[weakref.ref[Any]] = []
+
+    async def main() -> None:
+        try:
+            async for _ in gdsload.astream(source, backend="gated", cache="direct"):
+                pass
+        except ReadError as error:
+            gone.append(weakref.ref(error))
+        assert [error() for error in gone] == [None]
+
+    with gated() as gate, ThreadPoolExecutor(1) as pool:
+        pool.submit(gate.open, error=errno.EIO)
+        asyncio.run(main())
+
+
+def test_call_that_outlives_its_loop_ends_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    begun, released = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        released.wait()
+
+    async def begin() -> None:
+        async_call.in_thread(call)
+        await asyncio.to_thread(begun.wait)
+
+    asyncio.run(begin())
+    released.set()
+    await_threads("gdsload-async")
+    assert errors == []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -39,24 +39,41 @@ def prepared(
 ) -> tuple[Callable[[], None], asyncio.Future[Any]]:
     """A function for a thread, which makes a call with the context variables of this one, and what
     torch keeps for it; and the future of the call."""
-    future: Future[Any] = Future()
+    future = asyncio.get_running_loop().create_future()
     context, same_as_here = copy_context(), torch_thread.of_this_thread()
 
     def there() -> Any:
         with same_as_here():
             return context.run(call, *args, **named)
 
-    return partial(_settle, future, there), asyncio.wrap_future(future)
+    return partial(_run, [future], there), future
 
 
-def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Sets the result of a call, unless its future was cancelled before."""
-    if not future.set_running_or_notify_cancel():
+def _run(outcome: list[Any], call: Callable[[], Any]) -> None:
+    """Makes a call, unless its future was cancelled before, and hands its outcome over.
+
+    The loop empties `outcome`: what this thread still has then refers to no result, and to no
+    error, whose frames may have a model.
+    """
+    (future,) = outcome
+    if future.cancelled():
         return
+    loop = future.get_loop()
+    del future
     try:
-        result = call()
+        outcome += None, call()
     except BaseException as error:
-        future.set_exception(error)
-        del future  # the error refers to this frame
-    else:
+        outcome += error, None
+    with suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(_settle, outcome)
+
+
+def _settle(outcome: list[Any]) -> None:
+    future, error, result = outcome
+    outcome.clear()
+    if future.cancelled():
+        return
+    if error is None:
         future.set_result(result)
+    else:
+        future.set_exception(error)
