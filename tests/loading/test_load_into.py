@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -761,6 +762,32 @@ def test_failed_copy_to_vram_tells_what_is_undefined(
     for name in error.complete:
         require_equal(targets, {name: saved[name]})
     assert copy.copy(error).undefined == error.undefined
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_failed_load_keeps_nothing_of_its_callers(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    class Model:
+        pass
+
+    def broken(*_: object, **__: object) -> None:
+        raise ReadError("the read broke")
+
+    file, _ = same_length(4, tmp_path)
+    saved = safetensors.torch.load_file(file)
+    made = zeros if where == "host" else request.getfixturevalue("device_targets")
+    monkeypatch.setattr(TargetBatch, "wait", broken)
+    monkeypatch.setattr(WindowWriter, "_release_first", broken)
+
+    def failed() -> list[weakref.ref[Any]]:
+        model, targets = Model(), made(saved)
+        with pytest.raises(PartialLoad, match="the read broke"):
+            gdsload.load_into(targets, file, cache="direct")
+        return [weakref.ref(each) for each in (model, *targets.values())]
+
+    assert [each() for each in failed()] == [None] * 5
 
 
 def test_stalled_read_to_vram_is_the_error_if_the_storage_answers_nothing(
