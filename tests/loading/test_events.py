@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ import faulty
 import gdsload
 from faulty import ERRNO, rule
 from gdsload import events, telemetry, warmup
+from gdsload.checkpoint.selection import Selection
 from gdsload.errors import CheckpointError, ReadError
 from gdsload.events import (
     BackendChosen,
@@ -372,6 +374,49 @@ def test_report_of_an_observed_load_can_be_sent_to_another_process(checkpoint: P
     report = gdsload.last_report()
     copied = pickle.loads(pickle.dumps(report))
     assert copied.to_dict() == report.to_dict() and events
+
+
+class Observer:
+    def __call__(self, event: Event) -> None: ...
+
+
+def failing(source: Path, on_event: events.OnEvent) -> None:
+    with pytest.raises(CheckpointError):
+        gdsload.load_file(source / "nowhere", on_event=on_event)
+
+
+def by_failing_prefetch(source: Path, on_event: events.OnEvent) -> None:
+    with (
+        gdsload.prefetch(source / "nowhere", on_event=on_event) as ahead,
+        pytest.raises(CheckpointError),
+    ):
+        ahead.wait()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("load", [*LOADS, failing, by_prefetch, by_hook, by_failing_prefetch])
+def test_load_that_has_ended_does_not_keep_its_observer(
+    load: Callable[[Path, events.OnEvent], None], checkpoint: Path
+) -> None:
+    """Its report stays: as the last one, or that of a prefetch that `started` returns."""
+    observer = Observer()
+    load(checkpoint, observer)
+    gone = weakref.ref(observer)
+    del observer
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_prefetch_that_has_ended_does_not_keep_the_function_that_selects_names(
+    checkpoint: Path,
+) -> None:
+    names = Selection(lambda name: name.startswith("0"), "those of the first file")
+    with gdsload.prefetch(checkpoint, names=names) as ahead:
+        assert ahead.wait()
+    gone = weakref.ref(names)
+    del names
+    assert gone() is None
+    assert ahead.report.tensors == 1 and ahead in prefetch_module.started()
 
 
 def test_load_without_observers_imports_no_events(checkpoint: Path) -> None:
