@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from command import answer, run
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gated import gated
 from gdsload import warmup
+from gdsload._native.memory import Region
 from gdsload._native.pump import set_throttle
 from gdsload.checkpoint import Checkpoint, Shard, manifest as manifest_module
 from gdsload.errors import (
@@ -32,6 +35,7 @@ from gdsload.errors import (
     GdsloadError,
     IntegrityError,
     PartialLoad,
+    ReadError,
     StallError,
 )
 from gdsload.loading import destinations, integrity, window_writer
@@ -40,6 +44,7 @@ from gdsload.loading.integrity import Verifier
 from gdsload.planning.read_plan import FILE_ORDER
 from gdsload.planning.tensor_slices import PartName, rows_of
 from gdsload.readahead.prefetch import PrefetchCancelled
+from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
 from gpudoubles import Doubles
 from waiting import wait_for
@@ -427,6 +432,28 @@ def test_prefetch_compares_what_another_one_has_read_without_comparing(source: P
         gdsload.load_file(source)
         assert compared.progress().claimed_bytes == nbytes
         assert plain.progress().claimed_bytes == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_failed_prefetch_that_compares_frees_its_memory_before_it_ends(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regions: list[weakref.ref[Region]] = []
+    real = PrefetchBatch.of
+
+    def of(*words: Any) -> PrefetchBatch:
+        batch = real(*words)
+        regions.extend(weakref.ref(view.region) for view in batch.views.values())
+        return batch
+
+    monkeypatch.setattr(PrefetchBatch, "of", of)
+    words: dict[str, Any] = {"verify": "checksum", "backend": "gated", "cache": "direct"}
+    with gated() as gate, gdsload.prefetch(source, **words) as ahead:
+        gate.open(error=errno.EIO)
+        gate.requests.clear()
+        with pytest.raises(ReadError):
+            ahead.wait(PATIENCE_SECONDS)
+        assert regions and not [region for region in regions if region() is not None]
 
 
 def test_second_prefetch_that_compares_waits_for_the_first(source: Path) -> None:
