@@ -6,15 +6,18 @@ import errno
 import os
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from devicetensors import TorchCuda
+from devicetensors import TorchCuda, device_tensor
 from gdsload.backends import (
     VRAM,
     Backend,
@@ -367,7 +370,7 @@ def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
     doubles.fault("cuMemHostAlloc", CODE, 2, times=2)
     with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
         request = Load(backend, opened, io_mode="direct").request
-        errors = []
+        errors, depths = [], []
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len(errors) < 2:
             assert time.monotonic() < deadline
@@ -375,8 +378,10 @@ def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
                 backend.check(request)
                 backend.wait(request, 0.05)
             except PlacementError as error:
-                errors.append(error)
-        assert str(errors[0]) == str(errors[1]) and "no staging ring" in str(errors[0])
+                errors.append(str(error))
+                depths.append(len(traceback.extract_tb(error.__traceback__)))
+        assert errors[0] == errors[1] and "no staging ring" in errors[0]
+        assert depths[0] == depths[1], "an error that is raised again keeps frames"
         backend.wait(request, 0.05)
         backend.release(request)
         with pytest.raises(PlacementError):
@@ -385,6 +390,29 @@ def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
         again = Load(backend, opened, io_mode="direct")
         assert again.finish() == {} and again.bytes() == bytes_of(0)
         backend.release(again.request)
+
+
+@pytest.mark.usefixtures("cufile_chosen", "no_collector")
+@pytest.mark.parametrize("opened", ["at the first read", "for failed reads"])
+def test_load_without_a_backend_that_opens_frees_its_tensors(
+    opened: str, doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is needed by a load that the caller tries next."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def empty(*words: Any) -> torch.Tensor:
+        made = device_tensor(*words)
+        tensors.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(device_batch, "empty", empty)
+    doubles.fault("cuMemHostRegister_v2", CODE, 801, times=-1)
+    doubles.fault("cuMemHostAlloc", CODE, 2, times=-1)
+    doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
+    cache = "buffered" if opened == "at the first read" else "direct"
+    with pytest.raises(PlacementError, match="no staging ring"):
+        gdsload.load_file(checkpoint, "cuda:0", cache=cache, options=SMALL)
+    assert [tensor() for tensor in tensors] == [None, None]
 
 
 @pytest.mark.usefixtures("cufile_chosen")
