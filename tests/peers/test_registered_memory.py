@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import shutil
+import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,14 @@ import pytest
 import torch
 
 import gdsload
-from gdsload.errors import BackendUnavailable, CheckpointError, CheckpointNotFound, GdsloadError
+from command import answer
+from gdsload.errors import (
+    BackendUnavailable,
+    CheckpointError,
+    CheckpointNotFound,
+    GdsloadError,
+    IntegrityError,
+)
 from gdsload.memory.host_pool import HostPool
 from gdsload.peers import memory, receiving, server
 from gdsload.remote.peer import PeerDirectory
@@ -202,6 +211,37 @@ def test_process_that_serves_weights_cannot_quiesce(agent: LateAgent) -> None:
         served.publish()
         assert served.status().tensors == 1
     gdsload.quiesce(0.0)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_error_of_the_source_is_raised_anew_by_each_call(
+    closed: bool, agent: LateAgent, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """A server may live as long as its process: it keeps no frames of those who have waited."""
+
+    class Model:
+        pass
+
+    def wait() -> tuple[str, dict[str, Any], int, weakref.ref[Model]]:
+        model = Model()
+        with pytest.raises(IntegrityError) as caught:
+            served.wait()
+        depth = len(list(traceback.walk_tb(caught.tb)))
+        return str(caught.value), vars(caught.value), depth, weakref.ref(model)
+
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    answer("manifest", folder, "--algorithm", "sha256")
+    file = next(folder.glob("*.safetensors"))
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with gdsload.serve(folder) as served:
+        if closed:
+            wait()
+            served.close()
+        (*first, one), (*second, other) = wait(), wait()
+        assert first == second
+        gc.collect()
+        assert one() is None and other() is None
 
 
 @pytest.mark.parametrize("is_held", [False, True])
