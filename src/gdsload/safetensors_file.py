@@ -314,10 +314,10 @@ class Slice:
         first, *others = index if isinstance(index, tuple) and index else (index,)
         count = info.shape[0] if info.shape and info.dtype != "F4" else 0
         if count and isinstance(first, slice):
-            start, stop, step = first.indices(count)
-            if step > 0:
-                end = max(range(start, stop, step), default=start - 1) + 1
-                info, rest = rows_of(info, start, end), (slice(None, None, step), *others)
+            rows = range(*first.indices(count))
+            if rows.step > 0:
+                end = rows[-1] + 1 if rows else rows.start
+                info, rest = rows_of(info, rows.start, end), (slice(None, None, rows.step), *others)
         elif type(first) is int and -count <= first < count:
             row = first % count
             info, rest = rows_of(info, row, row + 1), (0, *others)

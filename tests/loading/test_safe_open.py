@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,30 @@ def test_number_as_first_index_reads_one_row(path: Path, index: Any) -> None:
     with gdsload.safe_open(path, cache="buffered") as opened:
         opened.get_slice("w")[index]
     assert gdsload.last_report().wanted_bytes == 4 * COLUMNS
+
+
+BOUNDS = [None, 0, 1, 40, ROWS - 1, ROWS, -1, -30, -ROWS]
+
+
+@pytest.mark.parametrize("step", [2, 3, 7, ROWS - 1, ROWS, 1000])
+@pytest.mark.parametrize(
+    "rest", [(), (3,), (slice(2, 9),), (slice(None, None, 5),), (..., 0)], ids=str
+)
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_rows_with_a_step_are_read_from_the_first_to_the_last(
+    path: Path, expected: torch.Tensor, step: int, rest: tuple[Any, ...], framework: str
+) -> None:
+    with gdsload.safe_open(path, framework, cache="buffered") as opened:
+        whole = opened.get_slice("w")
+        for start, stop in product(BOUNDS, BOUNDS):
+            if framework == "np" and start == ROWS:  # refused, as by safetensors
+                continue
+            index = (slice(start, stop, step), *rest)
+            assert torch.equal(torch.as_tensor(whole[index]), expected[index]), index
+            rows = range(ROWS)[index[0]]
+            wanted = 4 * COLUMNS * (rows[-1] + 1 - rows[0]) if rows else 0
+            report = gdsload.last_report()
+            assert report.wanted_bytes == wanted <= report.read_bytes <= wanted + 2 * 4096, index
 
 
 @pytest.mark.parametrize("index", [ROWS, -ROWS - 1, (ROWS, 0)], ids=str)

@@ -73,6 +73,35 @@ def test_slice_reads_only_its_own_byte_ranges(path: Path, index: Any, most: floa
     assert planned.read_bytes == report.read_bytes
 
 
+def into(file: Path, slices: dict[str, Any], **named: Any) -> dict[str, torch.Tensor]:
+    whole = gdsload.load_file(file)
+    targets = {name: torch.empty_like(whole[name][index]) for name, index in slices.items()}
+    gdsload.load_into(targets, file, slices=slices, **named)
+    return targets
+
+
+STEPS: list[Any] = [
+    slice(1, 5, 3), slice(None, None, 4), slice(-5, -1, 2), slice(2, 6, 100), slice(4, 2, 2),
+    slice(6, None, 2), (slice(1, 5, 2), 7), (slice(1, 4, 2), ..., 0),
+    (slice(0, 5, 3), slice(0, 40, 3), slice(5, 9)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("load", [gdsload.load_file, streamed, into])
+@pytest.mark.parametrize("index", STEPS)
+def test_rows_with_a_step_are_read_from_the_first_to_the_last(
+    path: Path, load: Load, index: Any
+) -> None:
+    expected = gdsload.load_file(path)["a"]
+    got = load(path, names="a", slices={"a": index}, cache="direct")
+    read_bytes = gdsload.last_report().read_bytes
+    assert torch.equal(got["a"], expected[index])
+    rows = range(SHAPE[0])[index[0] if isinstance(index, tuple) else index]
+    nbytes = expected[rows[0] : rows[-1] + 1].nbytes if rows else 0
+    assert nbytes <= read_bytes <= nbytes + 2 * 4096
+    assert gdsload.plan(path, "a", slices={"a": index}).read_bytes == read_bytes
+
+
 @pytest.mark.parametrize(("backend", "options"), BACKENDS[1:3])
 def test_slice_to_a_device_is_exact(
     path: Path, backend: str, options: dict[str, Any], loading: Doubles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import pickle
 import random
+from itertools import product
 from typing import Any
 
 import numpy
@@ -303,3 +304,19 @@ def test_rows_with_an_inner_index_read_only_the_rows() -> None:
     assert (part.offset, part.nbytes, part.shape) == (188, 120, (2, 6, 5))
     assert found.key == part.name != "w"
     assert found.index == (slice(None), 2, slice(0, 2))
+
+
+@pytest.mark.parametrize("step", [2, 3, 5, 6, 7, 100])
+@pytest.mark.parametrize(
+    "rest", [(), (1,), (slice(1, 3),), (slice(None, None, 2),), (..., 0)], ids=str
+)
+def test_rows_with_a_step_are_read_from_the_first_to_the_last(
+    step: int, rest: tuple[Any, ...]
+) -> None:
+    bounds = [None, 0, 1, 4, 6, 7, 9, -1, -3, -7, -9]
+    for count, start, stop in product([7, 0], bounds, bounds):
+        tensor = torch.arange(count * 3 * 2, dtype=torch.int16).view(count, 3, 2)
+        index, rows = (slice(start, stop, step), *rest), range(count)[start:stop:step]
+        found = slice_of(info_of(tensor), index)
+        assert torch.equal(assembled(tensor, found), tensor[index]), index
+        assert found.nbytes == (12 * (rows[-1] + 1 - rows[0]) if rows else 0), index
