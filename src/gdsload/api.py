@@ -340,7 +340,7 @@ def load_into(
         report.tensors = len(found.destinations)
         report.wanted_bytes = sum(each.wanted.nbytes for each in found.destinations)
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
-        state = into.WriteProgress(found.destinations)
+        state = into.WriteProgress(found.destinations, targets, found.missing)
         # All are made before the first byte is written: a backend with a name or options opens.
         sessions = []
         for where, group in by_device.items():

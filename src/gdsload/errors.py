@@ -201,7 +201,8 @@ class PartialLoad(GdsloadError, RuntimeError):
 
     Attributes:
         complete: The names of the targets that have all their bytes from the checkpoint.
-        undefined: Those that may hold any bytes, and must be loaded again.
+        undefined: Those that may hold any bytes, and must be loaded again; also those of which only
+            a part was to be loaded, and was.
         unchanged: Those that nothing was written to.
 
     Example:

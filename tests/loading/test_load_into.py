@@ -489,6 +489,84 @@ def test_failed_copy_leaves_its_window_undefined(
         assert not targets[name].any()
 
 
+def failing_copy_of(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load fails when the windows up to that of this tensor have been written."""
+    real = WindowWriter._write
+
+    def write(self: WindowWriter, window: Any, batch: Batch) -> None:
+        real(self, window, batch)
+        if any(part.key == key for part in window):
+            raise RuntimeError("the copy broke")
+
+    monkeypatch.setattr(WindowWriter, "_write", write)
+
+
+@pytest.mark.parametrize("words", [{"names": ["a", "z"]}, {"strict": False}])
+def test_target_of_which_a_part_is_loaded_is_never_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
+) -> None:
+    saved = {"a": torch.ones(8, 4), "z": torch.ones(3)}
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(saved, file)
+    fused = torch.zeros(16, 4)
+    targets = {"fused": fused, "rest": fused[:8], "z": torch.zeros(3), "other": torch.zeros(2)}
+    failing_copy_of("z", monkeypatch)
+    with small_windows(128), pytest.raises(PartialLoad, match="the copy broke") as caught:
+        gdsload.load_into(targets, file, rename={"a": ("fused", slice(0, 8))}, **words)
+    error = caught.value
+    assert "fused" in error.undefined and "z" in error.undefined
+    assert "other" in error.unchanged
+    assert sorted(error.complete + error.undefined + error.unchanged) == sorted(targets)
+
+
+def test_alias_of_a_part_counts_for_the_state_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {"a": torch.ones(8, 4), "b": torch.ones(8, 4), "c": torch.ones(8, 4)}
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(saved, file)
+    whole = torch.zeros(16, 4)
+    targets = {"first": whole[:8], "whole": whole}
+    places: dict[str, Any] = {
+        "a": "first", "b": ("whole", slice(0, 8)), "c": ("whole", slice(8, 16)),
+    }  # fmt: skip
+    failing_copy_of("a", monkeypatch)
+    with small_windows(128), pytest.raises(PartialLoad, match="the copy broke") as caught:
+        gdsload.load_into(targets, file, rename=places)
+    assert "whole" in caught.value.undefined
+
+
+@pytest.mark.parametrize(
+    "index",
+    [None, slice(0, None, 3), slice(1, 9, 2), (slice(None), slice(3, 40)), (2,), (slice(None), 5)],
+)
+@pytest.mark.parametrize("shape", [(10, 50, 30), (1, 60, 70), (1, 1, 3000), (500,)])
+def test_windows_have_their_size_however_large_a_row_is(
+    index: Any, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": saved}, file)
+    slices = {} if index is None else {"w": index}
+    try:
+        wanted = saved if index is None else saved[index]
+    except IndexError:
+        pytest.skip("the index has more dimensions than the tensor")
+    sizes: list[int] = []
+    post = WindowWriter._post
+
+    def noted(self: WindowWriter, window: Any) -> Batch:
+        sizes.append(sum(part.info.nbytes for part in window))
+        return post(self, window)
+
+    monkeypatch.setattr(WindowWriter, "_post", noted)
+    target = {"w": torch.zeros_like(wanted)}
+    with small_windows(512):
+        gdsload.load_into(target, file, slices=slices, cache="direct")
+    assert torch.equal(target["w"], wanted)
+    assert max(sizes) <= 512
+
+
 def test_interrupt_is_raised_as_it_is(path: Path, saved: Tensors, monkeypatch: Any) -> None:
     real = WindowWriter._write
 

@@ -102,6 +102,10 @@ def test_child_copies_without_the_threads_of_torch_that_its_parent_has(path: Pat
         "ParameterBuffers.separate("
         "SimpleNamespace(_twins={'a': ('b', far)}, _unwritten={'a': torch.empty(3000, 3000)}),"
         " 'a', 3000)",
+        "from gdsload.loading.destinations import _require_disjoint\n"
+        "matrix = flat[:3_003_000].view(3000, 1001)\n"
+        "parts = {'a': matrix[:, :500], 'b': matrix[:, 500:]}\n"
+        "_require_disjoint([SimpleNamespace(name=n, tensor=t) for n, t in parts.items()])",
     ],
 )
 def test_child_copies_tensors_of_others_without_the_threads_of_its_parent(copy: str) -> None:

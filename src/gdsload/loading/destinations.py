@@ -18,6 +18,7 @@ from gdsload.errors import CheckpointError, PlacementError, listed, shown
 from gdsload.loading.torch_memory import taking
 from gdsload.memory.tensors import torch_dtype_of, torch_shape
 from gdsload.planning.tensor_slices import WantedTensor
+from gdsload.system.torch_thread import copying
 
 if TYPE_CHECKING:
     import torch
@@ -348,17 +349,18 @@ def _require_disjoint(cluster: Sequence[Destination]) -> None:
     # All of them begin and end at a multiple of so many bytes.
     unit = gcd(*offsets, *(n for run, _, steps in runs for n in (run, *steps)))
     count = (end - base) // unit
-    with taking(count, "cpu", "comparing the places of the targets"):
-        taken = torch.zeros(count, dtype=torch.bool, device="cpu")
-    for each, offset, (run, counts, steps) in zip(cluster, offsets, runs, strict=True):
-        strides = [*(step // unit for step in steps), 1]
-        mask = taken.as_strided([*counts, run // unit], strides, offset // unit)
-        if bool(mask.any()):
-            others = ", ".join(shown(other.name) for other in cluster if other is not each)
-            raise PlacementError(
-                f"the target {shown(each.name)} shares memory with another one ({others})"
-            )
-        mask.fill_(True)
+    with copying():
+        with taking(count, "cpu", "comparing the places of the targets"):
+            taken = torch.zeros(count, dtype=torch.bool, device="cpu")
+        for each, offset, (run, counts, steps) in zip(cluster, offsets, runs, strict=True):
+            strides = [*(step // unit for step in steps), 1]
+            mask = taken.as_strided([*counts, run // unit], strides, offset // unit)
+            if bool(mask.any()):
+                others = ", ".join(shown(other.name) for other in cluster if other is not each)
+                raise PlacementError(
+                    f"the target {shown(each.name)} shares memory with another one ({others})"
+                )
+            mask.fill_(True)
 
 
 def _missing(

@@ -12,7 +12,7 @@ VRAM all bytes pass a staging ring anyway. Not responsible for checking destinat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from contextlib import contextmanager
 from itertools import product
 
@@ -120,9 +120,16 @@ def _partial_load(
 class WriteProgress:
     """Which destinations of a load are complete, undefined or unchanged."""
 
-    def __init__(self, destinations: Sequence[Destination]) -> None:
+    def __init__(
+        self,
+        destinations: Sequence[Destination],
+        targets: Iterable[str] = (),
+        missing: Iterable[str] = (),
+    ) -> None:
+        """`targets`: the names of all; `missing`: of those that are not wholly written to."""
         self._state = {each.wanted.info.name: UNCHANGED for each in destinations}
         self._destinations = destinations
+        self._targets, self._missing = tuple(targets), frozenset(missing)
 
     def set(self, destination: Destination, state: str) -> None:
         self._state[destination.wanted.info.name] = state
@@ -134,17 +141,19 @@ class WriteProgress:
                 self._state[name] = UNDEFINED
 
     def by_target(self, aliases: Mapping[str, str]) -> dict[str, str]:
-        """The state of each target. One that is written in parts is undefined between them."""
-        found: dict[str, set[str]] = {}
+        """The state of each target. One that is written in parts is undefined between them, and one
+        of which only parts are loaded is never complete."""
+        found: dict[str, set[str]] = {name: set() for name in self._targets}
         for each in self._destinations:
             found.setdefault(each.name, set()).add(self._state[each.wanted.info.name])
-        states = {
-            name: of_parts.pop() if len(of_parts) == 1 else UNDEFINED
-            for name, of_parts in found.items()
-        }
         for name, other in aliases.items():
-            states.setdefault(name, states.get(other, UNCHANGED))
-        return states
+            found.setdefault(name, set()).update(found.get(other, ()))
+        return {name: self._of_parts(name, states) for name, states in found.items()}
+
+    def _of_parts(self, name: str, states: AbstractSet[str]) -> str:
+        if states <= {UNCHANGED}:
+            return UNCHANGED
+        return COMPLETE if states == {COMPLETE} and name not in self._missing else UNDEFINED
 
 
 def write_all(
@@ -167,10 +176,11 @@ def write_all(
     """
     import torch
 
-    if session.device != "cpu":
+    device = _device_of(session, destinations)
+    if device != "cpu":
         from gdsload.loading.torch_device import require_no_capture
 
-        require_no_capture(session.device)
+        require_no_capture(device)
     in_place = session.device != "cpu" and session.verifier is None
     places = [each for each in destinations if in_place and each.in_place]
     kept = {id(each) for each in places}
@@ -283,11 +293,16 @@ def _count_version(destination: Destination) -> None:
         torch.autograd.graph.increment_version(destination.tensor)
 
 
+def _device_of(session: Session, destinations: Sequence[Destination]) -> str:
+    """The device of the tensors. A backend may read only to the host, on the way to it."""
+    if session.device == "cpu" and destinations and destinations[0].tensor.is_cuda:
+        return str(destinations[0].tensor.device)
+    return session.device
+
+
 def _finish_copies(session: Session, destinations: Sequence[Destination]) -> None:
     """Waits for torch's copies to the device: others may use the tensors on any stream."""
-    device = session.device
-    if device == "cpu" and destinations[0].tensor.is_cuda:
-        device = str(destinations[0].tensor.device)  # of a backend that only reads to the host
+    device = _device_of(session, destinations)
     if device != "cpu":
         from gdsload.loading.torch_device import synchronize
 

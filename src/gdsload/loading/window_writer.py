@@ -26,6 +26,7 @@ from gdsload.loading.accounting import count_pages
 from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.claims import Claim
 from gdsload.loading.session import Session
+from gdsload.loading.torch_memory import capture_relaxed
 from gdsload.loading.whole_tensors import post
 from gdsload.memory.host_buffers import BufferView, current_pool
 from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, grouped, ranges_of
@@ -49,19 +50,13 @@ class CopyPart(NamedTuple):
         info: The tensor that is read; its name differs from those of other parts.
         key: The tensor that is written to.
         at: The index of the part of that tensor.
-        index: If not None: the index of the part of the read tensor that is copied.
+        index: If not None: the index, a tuple, of the part of the read tensor that is copied.
     """
 
     info: TensorInfo
     key: str
     at: tuple[Any, ...] = ()
     index: Any = None
-
-    @property
-    def splits(self) -> bool:
-        """Whether rows of it are parts, too."""
-        index = self.index
-        return index is None or (isinstance(index, tuple) and index[:1] == (slice(None),))
 
 
 class Copy(NamedTuple):
@@ -220,7 +215,7 @@ class WindowWriter:
         self.writing = True
         for part, target in others:
             tensor = tensors.pop(part.info.name)
-            with copying():
+            with capture_relaxed("cpu" if target.is_cpu else str(target.device)), copying():
                 target.copy_(tensor if part.index is None else tensor[part.index])
 
     def _shares_twin(self, part: CopyPart, copy: Copy | None) -> bool:
@@ -277,16 +272,27 @@ def _windows_of(parts: Sequence[CopyPart], split_bytes: int) -> list[list[CopyPa
 
 
 def _split(part: CopyPart, limit_bytes: int) -> Iterator[CopyPart]:
-    """A part; by rows if it is larger than a window."""
+    """A part; by rows, and rows of these, if it is larger than a window."""
     info = part.info
     count = info.shape[0] if info.shape else 1
     row_bytes = info.nbytes // count if count else 0  # 0 also of F4: two values in one byte
-    if info.nbytes <= limit_bytes or count == 1 or not row_bytes or not part.splits:
+    first, *inner = part.index or (slice(None),)
+    if info.nbytes <= limit_bytes or not row_bytes or not isinstance(first, slice):
         yield part
         return
-    step = max(limit_bytes // row_bytes, 1)
-    for first in range(0, count, step):
-        end = min(first + step, count)
-        name = PartName(info.name, f"[{first}:{end}]")
-        rows = rows_of(info, first, end)._replace(name=name)
-        yield part._replace(info=rows, at=(*part.at, slice(first, end)))
+    rows, index = range(count)[first], tuple(inner) or None
+    if row_bytes > limit_bytes:
+        for number, row in enumerate(rows):
+            name = PartName(info.name, f"[{row}]")
+            one = rows_of(info, row, row + 1)._replace(name=name, shape=info.shape[1:])
+            yield from _split(CopyPart(one, part.key, (*part.at, number), index), limit_bytes)
+        return
+    if part.index is not None:
+        index = (slice(None, None, rows.step), *inner)
+    chunk = max(limit_bytes // row_bytes - 1, 0) // rows.step + 1
+    for number in range(0, len(rows), chunk):
+        some = rows[number : number + chunk]
+        name = PartName(info.name, f"[{some[0]}:{some[-1] + 1}]")
+        one = rows_of(info, some[0], some[-1] + 1)._replace(name=name)
+        at = slice(number, number + len(some))
+        yield CopyPart(one, part.key, (*part.at, at), index)

@@ -86,7 +86,9 @@ class ParameterWriter(WindowWriter):
             written.work(torch.get_num_threads())
             if written.equal:
                 return True
-        self.buffers.separate(part.key, part.at[0].start if part.at else 0)
+        first = part.at[0] if part.at else slice(0, 0)
+        # Of a row that is split, all: the rest of it is written after this.
+        self.buffers.separate(part.key, first.start if isinstance(first, slice) else first + 1)
         return False
 
     def _require_open(self) -> None:
