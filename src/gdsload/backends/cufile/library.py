@@ -188,8 +188,8 @@ class Driver(quiesce.Holder):
         """Deregisters memory. Raises TimeoutError if a call hangs: the memory must stay."""
         if self.stuck:
             raise TimeoutError("a call of cuFile hangs")
+        self.library.deregister_buffer(address, device)  # it stays registered if this raises
         self._count(-1)
-        self.library.deregister_buffer(address, device)
 
     def quiesce(self) -> None:
         """Closes it until the next load. Raises GdsloadError if something is registered."""
