@@ -405,7 +405,7 @@ def test_load_without_a_backend_that_opens_frees_its_tensors(
         tensors.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(device_batch, "empty", empty)
+    monkeypatch.setattr(torch_device, "empty", empty)
     doubles.fault("cuMemHostRegister_v2", CODE, 801, times=-1)
     doubles.fault("cuMemHostAlloc", CODE, 2, times=-1)
     doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
