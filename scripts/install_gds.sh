@@ -174,7 +174,8 @@ candidate() { # package   whether apt offers it
 }
 built() { modinfo nvidia_fs >/dev/null 2>&1; }
 repository() { # known by its path, not by its host: mirrors keep the path
-    grep -Erqs 'compute/cuda/repos|/var/cuda-repo-' \
+    grep -Erqs --include='*.list' --include='*.sources' \
+        '^[^#]*(compute/cuda/repos|/var/cuda-repo-)' \
         "$root/etc/apt/sources.list" "$root/etc/apt/sources.list.d"
 }
 look_at_nvidia_fs() {

@@ -40,9 +40,20 @@ inputs() {
     printf '%s\n' "$here" "${PYTHON:-}" "${CFLAGS:-}"
     if has_liburing; then echo liburing; fi
 }
-if [ -f "$stamp" ] && [ "$(inputs | sha256sum)" = "$(cat "$stamp")" ] &&
-    [ -x .venv/bin/gdsload ] && .venv/bin/python -c '' 2>/dev/null; then
-    exit 0
+is_ready() {
+    [ -f "$stamp" ] && [ "$(inputs | sha256sum)" = "$(cat "$stamp")" ] &&
+        [ -x .venv/bin/gdsload ] && .venv/bin/python -c '' 2>/dev/null
+}
+if is_ready; then exit 0; fi
+# Another setup would take this one, while it runs, for one that was interrupted.
+if command -v flock >/dev/null 2>&1; then
+    mkdir -p .cache
+    exec 9>.cache/setup.lock
+    flock -n 9 || {
+        say "waiting for another setup"
+        flock 9
+    }
+    if is_ready; then exit 0; fi
 fi
 
 # --- the system's packages --------------------------------------------------------------------
@@ -81,6 +92,11 @@ apt_unpack() { # package...   without root: download, and unpack into $prefix
     done
     found=$store/root/usr/lib/python3/dist-packages
     [ ! -d "$found" ] || cp -R "$found/." "$prefix/python/"
+    found=$store/root/usr/lib/python$version/distutils
+    [ ! -d "$found" ] || { # the standard library has the rest of it, which this one hides
+        mkdir -p "$prefix/python/distutils"
+        cp -R "/usr/lib/python$version/distutils/." "$found/." "$prefix/python/distutils/"
+    }
     rm -rf "$store/root"
 }
 get() { # what-for debian-packages fedora-packages   0 when they are there
@@ -102,8 +118,10 @@ find_python() { # candidates...   the first of 3.10 or newer
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             # The interpreter itself: no shim that may choose another one later, and not that of
             # .venv, which may be removed.
-            python=$("$candidate" -c 'import sys
-print(getattr(sys, "_base_executable", "") or sys.executable)')
+            python=$("$candidate" -c 'import os, sys
+base = getattr(sys, "_base_executable", "") or sys.executable
+unknown = base == sys.executable and sys.prefix != sys.base_prefix  # before 3.11
+print(os.path.realpath(base) if unknown else base)')
             return 0
         fi
     done
@@ -168,8 +186,10 @@ make_venv() {
         rm -rf .venv && "$python" -m venv .venv >/dev/null 2>&1; then return 0; fi
     rm -rf .venv
     say "this Python cannot make environments: getting uv, which can"
-    pip_uv "$python" || { get "an installer" python3-pip python3-pip &&
-        pip_uv env PYTHONPATH="$prefix/python" "$python"; } ||
+    pip=python3-pip
+    [ "$version" != 3.10 ] || pip="python3-pip python3-distutils" # pip imports it there
+    pip_uv "$python" || { get "an installer" "$pip" python3-pip &&
+        pip_uv env PYTHONPATH="$prefix/python:/usr/lib/python3/dist-packages" "$python"; } ||
         die "neither venv, pip nor uv is here; install python3-venv, or uv"
     "$uv" venv -q --python "$python" .venv
 }
@@ -197,8 +217,11 @@ rm -f "$stamp"
 code=0
 quiet=-q
 [ ! -t 2 ] || quiet= # a terminal shows the downloads
-# Remove modules of an earlier build: an engine that is not built now must not stay.
+# Remove modules of an earlier build: what is not built now must not stay.
 has_liburing || rm -f src/gdsload/_native/uring.*.so
+for so in src/gdsload/_native/*.so; do
+    [ -f "${so%%.*}.pyx" ] || rm -f "$so"
+done
 if [ -n "$uv" ] && "$uv" pip install ${quiet:+"$quiet"} --python .venv/bin/python \
     --reinstall-package gdsload --refresh-package gdsload -e '.[transformers,test,bench]'; then
     :
