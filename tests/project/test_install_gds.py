@@ -404,6 +404,18 @@ def test_install_adds_repository_only_on_request(machine: Machine, tmp_path: Pat
     assert machine.changes()[0] == f"dpkg -i {keyring}"
 
 
+def test_repository_that_an_upgrade_has_disabled_is_none(machine: Machine) -> None:
+    machine.with_gpu()
+    line = "deb file:/compute/cuda/repos/x /"
+    folder = "etc/apt/sources.list.d"
+    machine.put(f"{folder}/cuda.list", f"# {line} # disabled on upgrade to noble\n")
+    machine.put(f"{folder}/cuda.list.distUpgrade", f"{line}\n")
+    ran = machine.run()
+    assert ran.code == 3 and "--add-repo" in ran.err
+    machine.put(f"{folder}/cuda.sources", "Types: deb\nURIs: file:/compute/cuda/repos/x\n")
+    assert machine.run().code == 0
+
+
 def test_install_failing_command_ends_the_script(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_repository()
