@@ -115,7 +115,7 @@ def test_interrupted_load_releases_everything(
 def test_ctrl_c_while_storage_hangs_ends_the_load(
     page_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, waits = Batch.pause, threading.Event()
+    real, waits = Batch.wait_for, threading.Event()
 
     def pause(*facts: Any) -> None:
         waits.set()
@@ -132,7 +132,7 @@ def test_ctrl_c_while_storage_hangs_ends_the_load(
     make_cold(tmp_path / "model.safetensors")
     with monkeypatch.context() as patch, faulty.installed(patch) as faults:
         faults.script(faulty.rule(faulty.HANG, times=faulty.FOR_EVER))
-        patch.setattr(Batch, "pause", pause)
+        patch.setattr(Batch, "wait_for", pause)
         key = threading.Thread(target=press)
         key.start()
         with pytest.raises(KeyboardInterrupt):

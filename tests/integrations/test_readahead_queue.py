@@ -208,13 +208,13 @@ def test_queue_does_not_wait_for_what_is_there(
 ) -> None:
     """A window that is reused is complete before its first slice is given."""
     in_vain: list[bool] = []
-    pause = ReadWindow.pause
+    wait_for = ReadWindow.wait_for
 
     def noted(window: ReadWindow, first: int, last: int, seconds: float) -> None:
         in_vain.append(window.has_arrived(first, last))
-        pause(window, first, last, seconds)
+        wait_for(window, first, last, seconds)
 
-    monkeypatch.setattr(ReadWindow, "pause", noted)
+    monkeypatch.setattr(ReadWindow, "wait_for", noted)
     with gated_session(tiny_moe_checkpoint) as (gate, session):
         slices = {wanted.parts[0].shard: wanted for wanted in wholes(session)}
         with ReadaheadQueue(session, [*slices.values()]) as queue, ThreadPoolExecutor(1) as pool:

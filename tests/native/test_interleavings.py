@@ -67,10 +67,10 @@ class Mutant(NamedTuple):
 MUTANTS = (
     Mutant(
         "a post does not wake the pump", "host", "_native/request.pyx",
-        "count_load(pump, self.request)\n                pthread_cond_signal(&pump.news)\n"
+        "count_load(pump, self.request)\n                pthread_cond_signal(&pump.wakeup)\n"
         "            pthread_mutex_unlock",
         "count_load(pump, self.request)\n                if not MUTANT: "
-        "pthread_cond_signal(&pump.news)\n            pthread_mutex_unlock",
+        "pthread_cond_signal(&pump.wakeup)\n            pthread_mutex_unlock",
     ),
     Mutant(
         "a request is freed with reads in flight", "host", "_native/request.pyx",

@@ -401,7 +401,9 @@ def test_read_in_an_observer_that_fails_leaves_the_claim_of_the_outer_read(
         gdsload.safe_open(checkpoint, on_event=read_again, **READ) as opened,
     ):
         gate.request()
-        monkeypatch.setattr(claims.Claim, "pause", lambda *_: gate.open())  # once it is waited for
+        monkeypatch.setattr(
+            claims.Claim, "wait_for", lambda *_: gate.open()
+        )  # once it is waited for
         got = opened.get_tensor(name)
     assert len(failures) == 1
     assert torch.equal(got, reference(checkpoint)[name])

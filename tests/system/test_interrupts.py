@@ -221,7 +221,7 @@ def test_cleanup_of_a_load_leaves_no_memory_to_copies(
 
     options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Batch, "pause", fail)
+        patch.setattr(Batch, "wait_for", fail)
         with pytest.raises(KeyboardInterrupt):
             gdsload.load_file(tmp_path, "cuda:0", backend="posix", options=options)
     gc.collect()

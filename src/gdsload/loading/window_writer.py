@@ -274,14 +274,14 @@ def _windows_of(parts: Sequence[CopyPart], split_bytes: int) -> list[list[CopyPa
 def _split(part: CopyPart, limit_bytes: int) -> Iterator[CopyPart]:
     """A part; by rows, and rows of these, if it is larger than a window."""
     info = part.info
-    count = info.shape[0] if info.shape else 1
+    count = info.shape[0] if info.shape else 0
     row_bytes = info.nbytes // count if count else 0  # 0 also of F4: two values in one byte
     first, *inner = part.index or (slice(None),)
     if info.nbytes <= limit_bytes or not row_bytes or not isinstance(first, slice):
         yield part
         return
     rows, index = range(count)[first], tuple(inner) or None
-    if row_bytes > limit_bytes:
+    if row_bytes > limit_bytes and len(info.shape) > 1:
         for number, row in enumerate(rows):
             name = PartName(info.name, f"[{row}]")
             one = rows_of(info, row, row + 1)._replace(name=name, shape=info.shape[1:])
