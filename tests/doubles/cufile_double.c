@@ -208,6 +208,8 @@ EXPORT void cuFileHandleDeregister(handle_t *handle)
     pthread_mutex_lock(&lock);
     entered(__func__);
     if (--files < 0) broken("a file was given back twice");
+    for (int i = 0; i < late_count; i++)
+        if (late[i].fh == handle) broken("a file was given back that a read still uses");
     if (handle->reader != handle->fd) close(handle->reader);
     free(handle);
     pthread_mutex_unlock(&lock);

@@ -237,6 +237,7 @@ cdef struct CStage:
     int next_map            # where a free number is searched first
     int64_t only_copies     # 1: all reads have ended, and some of their copies have not
     int64_t lent            # slots that it has borrowed and that are not lost
+    int64_t lost            # slots that it has lost
 
 
 cdef void release_map(CMap *addresses) noexcept nogil:
@@ -386,6 +387,12 @@ cdef class Stage:
     def lent(self):
         """Slots of the ring that it has borrowed, without lost ones."""
         return gds_load(&self.stage.lent)
+
+    @property
+    def lost(self):
+        """Slots of the ring that it has lost: a read or a copy may still use them. Final when its
+        pump has finished."""
+        return gds_load(&self.stage.lost)
 
     def __dealloc__(self):
         if self.stage != NULL:
@@ -562,6 +569,7 @@ cdef char *slot_address(Runner *self, int number) noexcept nogil:
 cdef void vacate(Runner *self, Slot *slot, int lost) noexcept nogil:
     return_slot(self.stage.ring, slot.number, lost)
     gds_add(&self.stage.lent, -1)
+    gds_add(&self.stage.lost, lost)
     release_map(slot.map)
     slot.map = NULL
     slot.state = IDLE

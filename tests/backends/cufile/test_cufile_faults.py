@@ -201,6 +201,57 @@ def test_lost_event_loses_a_slot_and_is_retried(doubles: Doubles, file: OpenFile
     doubles.cufile.cufile_double_set(1170, 1, None)  # forget its pending events
 
 
+@pytest.mark.parametrize(
+    ("call", "kind", "value"),
+    [
+        ("event", LOST, 1),
+        ("event", STATUS, 0x20),  # TIMEOUT
+        ("event", TWICE, 0),
+        ("cuFileBatchIOGetStatus", CODE, 5041),
+        ("cuFileBatchIOSubmit", HALF, 5040),
+    ],
+)
+def test_files_of_lost_reads_stay_registered_and_open(
+    call: str, kind: int, value: int, doubles: Doubles, file: OpenFile
+) -> None:
+    """Nobody knows when such a read ends. cuFile stays open, also if the ring is not registered."""
+    doubles.fault("cuFileBufRegister", CODE, 5036)
+    doubles.fault(call, kind, value)
+    with GdsBackend(**SMALL, depth=8, event_seconds=0.05) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {}
+        assert load.bytes() == bytes_of(0)
+        ((_, fd, _),) = backend._files
+        backend.release(load.request)
+    wait_for(lambda: not late_copies.owners(), "it is polled without end")
+    assert doubles.cufile_log["files"] == 1 and os.fstat(fd)
+    library._end()
+    assert doubles.cufile_log["open"] == 1
+    doubles.cufile.cufile_double_set(1170, 1, None)  # forget its pending reads
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "value"),
+    [
+        ("event", CODE, 5044),
+        ("event", STATUS, 0x40),  # FAILED
+        ("cuFileBatchIOSubmit", CODE, 5040),
+    ],
+)
+def test_files_of_reads_that_failed_are_closed(
+    call: str, kind: int, value: int, doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.fault(call, kind, value, skip=1)
+    with descriptors.none_left(), GdsBackend(**SMALL, depth=4) as backend:  # one read an entry
+        load = Load(backend, file)
+        assert load.finish() == {}
+        backend.release(load.request)
+        del load  # it has the ring, which is freed
+    assert doubles.cufile_log["files"] == 0
+    gdsload.quiesce()
+
+
 def test_refused_file_fails_only_its_entry(doubles: Doubles, tmp_path: Path) -> None:
     bad = os.open(tmp_path / "bad", os.O_WRONLY | os.O_CREAT)
     good = os.open(tmp_path / "good", os.O_RDWR | os.O_CREAT)

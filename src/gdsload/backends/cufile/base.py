@@ -200,7 +200,8 @@ class CuFileBackend(PumpBackend):
 
     def close(self) -> None:
         """Ends the threads and deregisters the files: when the last read that was given up has
-        ended, or never if it hangs. If a call of cuFile hangs, the files stay registered."""
+        ended, or never if it hangs. If a call of cuFile hangs, or a read is lost, whose end cuFile
+        does not report, the files stay registered and open."""
         for table in self._tables():
             for number in self._handles:
                 table.put(number, 0)
@@ -215,7 +216,8 @@ class CuFileBackend(PumpBackend):
         def finish() -> bool:
             if not all(pipeline.pump.finished for pipeline in pipelines):
                 return False
-            while files and not driver.stuck:
+            lost = any(pipeline.stage.lost for pipeline in pipelines)
+            while files and not lost and not driver.stuck:
                 handle, fd, distant = files.pop()
                 driver.deregister_file(handle)
                 close_files([fd], may_hang=distant)
