@@ -21,6 +21,7 @@ import pytest
 import descriptors
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
+from gdsload._native.cufile import CuFileFailure
 from gdsload._native.pump import Pump
 from gdsload.backends import VRAM, Backend, Memory, OpenFile, Registration
 from gdsload.backends.cufile import library
@@ -739,6 +740,19 @@ def test_ring_that_ctrl_c_may_have_registered_is_not_freed(
     with pytest.raises(KeyboardInterrupt):
         staging_ring.StagingRing(staging_ring.VRAM, 0, 64 << 10, 2, register)
     assert (doubles.cufile_log["buffers"], doubles.cuda_log["ranges"]) == (1, before + 1)
+
+
+def test_buffer_that_cufile_refuses_to_deregister_leaves_it_open(doubles: Doubles) -> None:
+    driver, device = library.opened("cuda:0", False), gpu.device(0)
+    ring = staging_ring.StagingRing(staging_ring.VRAM, 0, 64 << 10, 2, _registrar(driver, device))
+    doubles.fault("cuFileBufDeregister", CODE, 5026)
+    assert ring.retire()
+    with pytest.raises(CuFileFailure, match="5026"):
+        ring.free()
+    with pytest.raises(GdsloadError, match="1 files and buffers are registered"):
+        gdsload.quiesce(0.05)
+    library._end()
+    assert doubles.cufile_log["open"] == 1
 
 
 def test_open_that_ctrl_c_ended_is_final(doubles: Doubles) -> None:
