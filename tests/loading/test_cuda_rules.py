@@ -7,7 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ import torch
 import gdsload
 import gpudoubles
 from contract import bytes_of
-from devicetensors import device_tensor
+from devicetensors import TorchCuda, device_tensor
 from gdsload._native.cuda import Block
 from gdsload.backends import DRAM, Backend, OpenFile
 from gdsload.backends.posix import PosixBackend
+from gdsload.errors import PlacementError
 from gdsload.integrations.transformers.model_reader import ModelReader, Options
 from gdsload.loading import device_batch, torch_device
 from gdsload.loading.batch import assembled
@@ -112,6 +113,51 @@ def test_copies_of_tensors_do_not_break_a_graph_of_another_thread(
         assembled(TensorSlice("w[:, :4]", ()), [tensor, tensor])
     assert loading.complaints() == ""
     loading.capture_graphs(False)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the double that torch knows as one of a GPU. A copy to it takes memory there."""
+
+    is_cuda, is_cpu, device = True, False, torch.device("cuda:0")  # type: ignore[assignment]
+
+    def copy_(self, *source: Any) -> torch.Tensor:
+        device_tensor((1,), torch.uint8, "cuda:0")
+        return super().copy_(*source)
+
+
+@pytest.fixture
+def on_device(
+    loading: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, torch.Tensor]:
+    """Targets for a checkpoint, by way of the host: the backend reads nowhere else."""
+    monkeypatch.setattr(device_batch, "reaches", lambda backend, kind: kind == DRAM)
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
+    return {
+        name: device_tensor(tensor.shape, tensor.dtype, "cuda:0").fill_(0).as_subclass(OnDevice)
+        for name, tensor in gdsload.load_file(tiny_checkpoint).items()
+    }
+
+
+def test_load_into_a_gpu_by_way_of_the_host_reads_nothing_while_a_graph_is_captured(
+    on_device: dict[str, torch.Tensor], loading: Doubles, tiny_checkpoint: Path
+) -> None:
+    loading.capture_stream(True)
+    with pytest.raises(PlacementError, match="a CUDA graph is being captured"):
+        gdsload.load_into(on_device, tiny_checkpoint, backend="posix")
+    loading.capture_stream(False)
+    assert not gdsload.last_report().paths, "something was read"
+    assert not any(tensor.any() for tensor in on_device.values())
+
+
+def test_load_into_a_gpu_by_way_of_the_host_does_not_break_a_graph_of_another_thread(
+    on_device: dict[str, torch.Tensor], loading: Doubles, tiny_checkpoint: Path
+) -> None:
+    loading.capture_graphs(True)
+    gdsload.load_into(on_device, tiny_checkpoint, backend="posix")
+    assert loading.complaints() == ""
+    loading.capture_graphs(False)
+    for name, tensor in gdsload.load_file(tiny_checkpoint).items():
+        assert torch.equal(on_device[name], tensor)
 
 
 def test_file_that_transformers_opens_for_a_gpu_does_not_break_a_graph_of_another_thread(
