@@ -119,7 +119,7 @@ def test_last_settled_transfer_is_reported() -> None:
         settled, count, failed, posted, idle_seconds = 1, 2, 0, True, 0.0
         pump = backend_module.Pump(engines.engine_module("threads").engine(), 1)
 
-        def news(self) -> list[int]:
+        def take_settled(self) -> list[int]:
             found, self.settled = [0], 2
             return found
 
