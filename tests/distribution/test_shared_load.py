@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -239,5 +240,11 @@ def test_death_of_a_rank_ends_all_others(checkpoint: tuple[Path, int], tmp_path:
 def test_shards_without_a_group_are_refused(checkpoint: tuple[Path, int]) -> None:
     with pytest.raises(ValueError, match="shards= needs group="):
         gdsload.load_file(checkpoint[0], shards={"rows": 0})
+
+
+@pytest.mark.parametrize("load", [gdsload.load_file, gdsload.stream, gdsload.from_pretrained])
+def test_unknown_readers_are_refused_without_a_group(
+    checkpoint: tuple[Path, int], load: Callable[..., Any]
+) -> None:
     with pytest.raises(ValueError, match="readers='rack' must be one of"):
-        gdsload.stream(checkpoint[0], readers="rack")
+        load(checkpoint[0], readers="rack")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import registry
+from gdsload.distribution.reader_group import require_readers
 from gdsload.errors import CheckpointError, extra_hint, safetensors_errors
 from gdsload.integrations import other_libraries
 from gdsload.integrations.transformers import hooks
@@ -105,6 +106,7 @@ def from_pretrained(
         IntegrityError: Weights differ from their checksums.
         BackendUnavailable: A backend that was asked for by name does not work here.
         RankError: Another rank of `group` has failed, has ended, or does not answer.
+        ValueError: An unknown `readers`, `page_cache` or `verify`, or `group` with `verify`.
         Exception: Any exception of transformers.
 
     Example:
@@ -113,6 +115,7 @@ def from_pretrained(
     # With a state_dict= transformers needs no source. Else it would ask a hub for "None".
     if not isinstance(source, (str, os.PathLike)) and kwargs.get("state_dict") is None:
         raise TypeError(f"source must be a str or an os.PathLike, not {type(source).__name__}")
+    require_readers(readers)
     if backend != "auto" and _means_its_own(backend, cls):
         kwargs["backend"], backend = backend, "auto"
     given = {
