@@ -156,6 +156,40 @@ def test_consumer_slower_than_the_limit_of_an_answer_does_not_silence_its_rank(
     assert tinymodels.differences(wanted, found) == []
 
 
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 asks for each tensor by itself")
+@pytest.mark.parametrize(
+    "error,reason",
+    [
+        (GdsloadError("no room for it"), "GdsloadError: no room for it"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)
+def test_other_ranks_get_the_reason_why_the_model_of_a_rank_fails(
+    one_rank: dist.ProcessGroup,
+    error: BaseException,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = list[str]()
+    real = ReaderGroup._gathered
+
+    def gathered(readers: ReaderGroup, state: Any, size: int) -> list[Any]:
+        if state[0]:
+            said.append(state[0])
+        return real(readers, state, size)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(ReaderGroup, "_gathered", gathered)
+    monkeypatch.setattr(SharedQueue, "start", fail)
+    with pytest.raises(type(error)):
+        gdsload.from_pretrained(tmp_path, group=one_rank, readers="group")
+    assert said == [reason]
+
+
 def test_ctrl_c_while_other_ranks_get_their_tensors_ends_the_exchange(
     one_rank: dist.ProcessGroup, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,10 +193,12 @@ class ReaderGroup:
             raise
         except (Exception, GeneratorExit) as error:
             early = isinstance(error, GeneratorExit)
-            self._tell("it closed the stream" if early else f"{type(error).__name__}: {error}")
+            self.tell("it closed the stream" if early else reason_of(error))
             raise
 
-    def _tell(self, failure: str) -> None:
+    def tell(self, failure: str) -> None:
+        """Ends the load on the other ranks, at their next `agree`, with this reason. Does nothing
+        if they have got one, or do not listen."""
         if self._talks:
             self._talks = False
             with suppress(RankError):
@@ -362,6 +364,11 @@ def node_id() -> str:
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return socket.gethostname()
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as the other ranks show it."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 @contextmanager

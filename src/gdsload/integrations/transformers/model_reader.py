@@ -16,7 +16,7 @@ from typing import Any
 from gdsload._native.ranges import bytes_of
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint, Identity
-from gdsload.distribution.reader_group import ReaderGroup, require_readers
+from gdsload.distribution.reader_group import ReaderGroup, reason_of, require_readers
 from gdsload.distribution.shared_load import NOT_COMPARED
 from gdsload.distribution.shares import Box
 from gdsload.errors import CheckpointError
@@ -136,6 +136,7 @@ class ModelReader:
         self.buffers = ParameterBuffers([])
         self.ties = TiedWeights()
         self._device_queues: dict[str, ReadaheadQueue] = {}
+        self._shared: SharedQueue | None = None  # one of these queues
         self._devices: dict[str, str] = {}  # the device that reads go to, by wanted device
         with ExitStack() as stack:
             with report.phase("open"):
@@ -267,6 +268,7 @@ class ModelReader:
             readers.close()
             raise
         self._stack.enter_context(queue)
+        self._shared = queue
         return queue
 
     def begin_device_reads(self) -> None:
@@ -346,5 +348,7 @@ class ModelReader:
     def __enter__(self) -> ModelReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self._shared is not None:
+            self._shared.reason = reason_of(error)
         self.close()

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 
 class SharedQueue(ReadaheadQueue):
-    """Hands out slices to any number of threads of this rank. Must be closed."""
+    """Hands out slices to any number of threads of this rank. Must be closed.
+
+    Attributes:
+        reason: Why the load fails, for the other ranks; set before `close`.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class SharedQueue(ReadaheadQueue):
             PlacementError: The machine has too little memory for what the ranks hold.
         """
         super().__init__(alone)
+        self.reason = "this load has ended early"
         self._readers, self._kept = readers, kept
         self._key_of = {name: key for key, (name, _) in wanted.items()}
         self._expected = set(wanted)
@@ -100,6 +105,9 @@ class SharedQueue(ReadaheadQueue):
                 try:
                     self._require_unfinished()
                     self._exchange_windows()
+                except QueueClosed:
+                    self._readers.tell(self.reason)
+                    raise
                 finally:
                     self._exchange.close()
         except BaseException as error:
