@@ -19,6 +19,7 @@ from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.report import LoadReport
 from gdsload.system import gpu
+from gdsload.system.cancellation import CancelToken, LoadCancelled
 from gpudoubles import Doubles
 from gpuloads import SMALL
 
@@ -111,3 +112,50 @@ def test_rank_that_pauses_answers_until_the_last_window_and_not_after_it(
                 assert said[before:] == ["reading"]
         exchange.close()
     assert said[-1] == "finished"
+
+
+@pytest.mark.parametrize("states", [["reading", None], [None, "reading"]])
+def test_rank_whose_load_is_cancelled_does_not_wait_on_for_a_slow_rank(
+    tiny_checkpoint: Path, states: list[str | None]
+) -> None:
+    load = CancelToken()
+    asked: list[Any] = []
+
+    class Slow(Readers):
+        def agree(self, state: Any = None) -> list[Any]:
+            asked.append(state)
+            load.ask()
+            return states if len(asked) == 1 else [None, None]
+
+    with (
+        Checkpoint.open(tiny_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport(checkpoint.source), ReadSettings()) as session,
+    ):
+        infos = list(checkpoint.tensors.values())
+        layouts = [layout_of(info, [box_of(info, None)] * 2) for info in infos]
+        exchange = Exchange(cast(ReaderGroup, Slow()), session, layouts, 1 << 20)
+        with pytest.raises(LoadCancelled):
+            load.run(list, exchange.windows())
+        exchange.close()
+    assert asked == [None]
+
+
+def test_rank_ends_between_two_answers_if_its_load_ends(tiny_checkpoint: Path) -> None:
+    def check() -> None:
+        if ended:
+            raise RuntimeError("the load has ended")
+
+    ended = False
+    with (
+        Checkpoint.open(tiny_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport(checkpoint.source), ReadSettings()) as session,
+    ):
+        infos = list(checkpoint.tensors.values())
+        layouts = [layout_of(info, [box_of(info, None)] * 2) for info in infos]
+        exchange = Exchange(cast(ReaderGroup, Readers()), session, layouts, 1 << 12, check)
+        next(exchange.windows())
+        exchange.stay_in_touch()
+        ended = True
+        with pytest.raises(RuntimeError, match="the load has ended"):
+            exchange.stay_in_touch()
+        exchange.close()

@@ -24,6 +24,8 @@ from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
 from gdsload.report import LoadReport
 from gdsload.system import available, torch_thread
+from gdsload.system.cancellation import CancelToken, LoadCancelled
+from waiting import wait_for
 from windows import small_windows
 
 PATIENCE_SECONDS = 120.0
@@ -188,6 +190,50 @@ def test_other_ranks_get_the_reason_why_the_model_of_a_rank_fails(
     with pytest.raises(type(error)):
         gdsload.from_pretrained(tmp_path, group=one_rank, readers="group")
     assert said == [reason]
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_rank_whose_load_ends_does_not_wait_on_for_a_slow_rank(
+    one_rank: dist.ProcessGroup,
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cancelled: bool,
+) -> None:
+    load, asked, said = CancelToken(), list[SharedQueue](), list[str]()
+    real = ReaderGroup.agree
+
+    def agree(readers: ReaderGroup, state: Any = None) -> list[Any]:
+        if threading.current_thread().name != "gdsload-exchange":
+            return real(readers, state)
+        asked.append(queue)
+        if len(asked) > 1:
+            return real(readers, state)
+        if cancelled:
+            load.ask()
+        else:
+            wait_for(lambda: queue._ending == "closed")
+        return ["reading"]
+
+    monkeypatch.setattr(ReaderGroup, "agree", agree)
+    monkeypatch.setattr(ReaderGroup, "tell", lambda _, reason: said.append(reason))
+    with (
+        Checkpoint.open(tiny_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport("t"), ReadSettings()) as shared,
+        Session(checkpoint, LoadReport("t"), ReadSettings()) as alone,
+    ):
+        wanted = {name: (name, box_of(info, None)) for name, info in checkpoint.tensors.items()}
+        readers = ReaderGroup(one_rank, "group", PATIENCE_SECONDS)
+        queue = load.run(SharedQueue, shared, alone, readers, wanted, kept=())
+        queue.reason = "no room for it"
+        queue.start()
+        if cancelled:
+            with pytest.raises(LoadCancelled):
+                queue.finish()
+        else:
+            wait_for(lambda: asked)
+        queue.close()
+    assert len(asked) == 1
+    assert said[0] == ("LoadCancelled: the load was cancelled" if cancelled else "no room for it")
 
 
 def test_ctrl_c_while_other_ranks_get_their_tensors_ends_the_exchange(

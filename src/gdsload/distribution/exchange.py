@@ -40,6 +40,7 @@ from gdsload.loading.torch_memory import capture_relaxed, taking
 from gdsload.loading.whole_tensors import post
 from gdsload.memory.tensors import flat_bytes, torch_dtype_of, torch_shape
 from gdsload.remote.urls import sources_of
+from gdsload.system import cancellation
 from gdsload.system.device_name import device_kind
 from gdsload.system.torch_thread import copying
 
@@ -224,6 +225,7 @@ class Exchange:
         session: Session,
         layouts: Sequence[Layout],
         window_bytes: int,
+        check: Callable[[], None] = cancellation.check,
     ) -> None:
         """Reads nothing before `windows`.
 
@@ -232,7 +234,10 @@ class Exchange:
             session: The open session of this rank.
             layouts: From `agreed_layouts`.
             window_bytes: Bytes that all ranks together read at a time.
+            check: Called while this rank waits for its reads and for slow ranks. An exception from
+                it ends the load.
         """
+        self._check = check
         self._readers, self._session, self._layouts = readers, session, layouts
         self._planned = windows_of(layouts, window_bytes)
         self._posted: deque[_SharedWindow] = deque()
@@ -279,7 +284,7 @@ class Exchange:
             with self._session.report.phase("exchange"), capture_relaxed(device):
                 sent = self._sending(window)
             while _READING in self._readers.agree():
-                pass
+                self._check()
             with (
                 self._session.report.phase("exchange"),
                 self._readers.exchanging(),
@@ -300,7 +305,9 @@ class Exchange:
     def stay_in_touch(self) -> None:
         """Tells the other ranks from time to time that this one is still reading: they wait a
         limited time for each answer. Also for a caller that pauses between two windows, in the
-        thread that iterates over them. Raises RankError if another rank has failed."""
+        thread that iterates over them. Raises RankError if another rank has failed, and what
+        `check` raises."""
+        self._check()
         if time.monotonic() >= self._answer_at:
             self._readers.agree(_READING)
             self._answer_at = time.monotonic() + self._readers.patience_seconds
@@ -446,3 +453,4 @@ class Exchange:
         release_all(window.batch for window in self._posted)
         self._posted.clear()
         self._tensors.clear()
+        self._check = cancellation.check  # that of its owner may refer to this object

@@ -78,7 +78,7 @@ class SharedQueue(ReadaheadQueue):
             plan = agreed_layouts(readers, session, boxes, window_writer.AHEAD_BYTES, in_layers)
             if session.device == "cpu":
                 require_room_of_ranks(readers, self._most_held_bytes(plan[0]))
-            self._exchange = Exchange(readers, session, *plan)
+            self._exchange = Exchange(readers, session, *plan, self._require_unfinished)
 
     def _most_held_bytes(self, layouts: Sequence[Layout]) -> int:
         """The bytes of the kept tensors, and of the others that wait to be taken."""
@@ -89,8 +89,8 @@ class SharedQueue(ReadaheadQueue):
         return sizes[True] + min(sizes[False], window_writer.AHEAD_BYTES)
 
     def start(self) -> None:
-        """Starts the thread that reads. Raises GdsloadError if no thread can be started, and
-        QueueClosed after `close`."""
+        """Starts the thread that reads. Raises GdsloadError if no thread can be started,
+        LoadCancelled, and QueueClosed after `close`."""
         with self._arrivals:
             self._require_unfinished()
             if self._thread is None:
@@ -150,6 +150,7 @@ class SharedQueue(ReadaheadQueue):
             return paused
 
     def _require_unfinished(self) -> None:
+        self._cancellation.check()
         if self._ending == "closed":
             raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended early")
 
