@@ -217,11 +217,17 @@ def of_engine(folder: Path) -> Any:
     return facts(dict(pairs), {name: want[name] for name in want if name not in skipped})
 
 
+def torchrun(**words: int) -> AbstractContextManager[Any]:
+    """Variables of `torchrun --virtual-local-rank`."""
+    names = {name: str(word) for name, word in words.items()}
+    return mock.patch.dict(
+        os.environ, names, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="nodes"
+    )
+
+
 def nodes(folder: Path) -> Any:
     """Two ranks on each node."""
-    rank = dist.get_rank()
-    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="nodes")
-    try:
+    with torchrun(GROUP_RANK=dist.get_rank() // 2):
         ours = gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
         apart = facts(ours, expected(folder))
         ours = gdsload.load_file(
@@ -230,9 +236,16 @@ def nodes(folder: Path) -> Any:
         want = expected(folder)
         want["rows"] = chunk(want["rows"], 0)
         return {"node": apart, "group": facts(ours, want)}
-    finally:
-        os.environ["LOCAL_RANK"] = os.environ["RANK"]
-        del os.environ["LOCAL_WORLD_SIZE"], os.environ["TORCHELASTIC_RUN_ID"]
+
+
+def spawned(folder: Path) -> Any:
+    """By workers of torchrun, whose variables they have: those are right for one of them."""
+    found = []
+    for words in ({"RANK": 0, "WORLD_SIZE": 1, "GROUP_RANK": 0}, {"RANK": 1, "GROUP_RANK": 1}):
+        with torchrun(**words):
+            ours = gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=20)
+            found.append(facts(ours, expected(folder)))
+    return found
 
 
 def cyclic(folder: Path) -> Any:
@@ -650,9 +663,9 @@ def killed(folder: Path) -> Any:
 
 CASES = (
     outsider, whole, warm, cold, windows, dimensions, progress, slices, byte_columns, experts,
-    of_engine, nodes, missing_file, other_checkpoint, other_files, other_version, other_source,
-    cyclic, other_order, other_readers, other_readers_of_torchrun, two_groups, other_windows,
-    unknown_name, unknown_shard, failed_read, rewritten, no_room,
+    of_engine, nodes, spawned, missing_file, other_checkpoint, other_files, other_version,
+    other_source, cyclic, other_order, other_readers, other_readers_of_torchrun, two_groups,
+    other_windows, unknown_name, unknown_shard, failed_read, rewritten, no_room,
     no_room_together, own_limit, no_room_of_own, no_memory, no_memory_to_send, full_device,
     failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
     devices, silent_rank, late_exchange, slow_rank, slow_prefetch, missed,

@@ -134,8 +134,9 @@ def test_shared_load_per_node_reads_each_byte_once_on_every_node(
 
 def test_ranks_that_are_not_numbered_by_node_find_their_node(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert rank["cyclic"]["differing"] == []
-        assert rank["cyclic"]["ranks"] == len(found)  # all run on this kernel
+        for case in (rank["cyclic"], *rank["spawned"]):
+            assert case["differing"] == []
+            assert case["ranks"] == len(found)  # all run on this kernel
 
 
 @pytest.mark.parametrize(

@@ -176,10 +176,10 @@ def test_other_ranks_get_the_reason_why_the_model_of_a_rank_fails(
     said = list[str]()
     real = ReaderGroup._gathered
 
-    def gathered(readers: ReaderGroup, state: Any, size: int) -> list[Any]:
+    def gathered(readers: ReaderGroup, state: Any) -> list[Any]:
         if state[0]:
             said.append(state[0])
-        return real(readers, state, size)
+        return real(readers, state)
 
     def fail(*_: object) -> None:
         raise error

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.shard import Identity
-from gdsload.distribution.reader_group import DIFFERENT_READERS, ReaderGroup, node_id, rank_errors
+from gdsload.distribution.reader_group import ReaderGroup, node_id, rank_errors
 from gdsload.distribution.shares import (
     Box,
     Layout,
@@ -137,11 +137,7 @@ def agreed_layouts(
     versions = [
         _version_of(shard.identity, shard.origin, node) for shard in session.checkpoint.shards
     ]
-    answers = readers.agree(
-        _Answer(readers.of_node, headers, versions, order, memory, window_bytes, mine)
-    )
-    if any(other.of_node != readers.of_node for other in answers):
-        raise ValueError(DIFFERENT_READERS)
+    answers = readers.agree(_Answer(headers, versions, order, memory, window_bytes, mine))
     if any(other.headers != headers for other in answers):
         raise CheckpointError(
             f"{session.checkpoint.source}: the ranks have opened different checkpoints:"
@@ -171,7 +167,6 @@ def agreed_layouts(
 class _Answer(NamedTuple):
     """What a rank tells the others before the first window."""
 
-    of_node: bool  # whether its `readers` are those of a node
     headers: str  # a digest, as `order`, which is that of all tensors
     versions: list[_Version]  # of the shards
     order: str

@@ -13,9 +13,10 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,8 @@ class ReaderGroup:
             timeout_seconds: Every wait for another rank ends after this time.
 
         Raises:
-            ValueError: `readers` is unknown, or this rank does not belong to the group.
+            ValueError: `readers` is unknown, or that of another rank differs, or this rank does not
+                belong to the group.
             RankError: Another rank did not come in time.
         """
         import torch.distributed as dist
@@ -69,7 +71,11 @@ class ReaderGroup:
         if dist.get_rank(group) < 0:
             raise ValueError(f"rank {me} does not belong to the group")
         everyone = dist.get_process_group_ranks(group)
-        members = everyone if readers == "group" else self._on_this_node(everyone, me)
+        with (
+            rank_errors("does not join the load"),
+            _common_name(self._of, everyone, me, self._timeout) as name,
+        ):
+            members = _ranks_that_read(name, everyone, me, readers, self._timeout)
         self._members = members
         self.size, self.rank = len(members), members.index(me)
         self.numbers = [everyone.index(member) for member in members]
@@ -91,52 +97,24 @@ class ReaderGroup:
             rank, size = members.index(me), len(members)
             # gloo waits for a rank that is not there for its time-out several times.
             store.set(f"{name}/here/{me}", "")
-            _await(store, [f"{name}/here/{member}" for member in members], self._timeout)
+            here = [f"{name}/here/{member}" for member in members]
+            _await(lambda: store.check(here), self._timeout)
             return dist.ProcessGroupGloo(keys, rank, size, self._timeout)
-
-    def _on_this_node(self, everyone: list[int], me: int) -> list[int]:
-        """The ranks on this node, as torchrun says, else by the identity of the running kernel."""
-        import torch.distributed as dist
-
-        try:
-            rank, local, count = (
-                int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-            )
-        except (KeyError, ValueError):
-            pass
-        else:
-            if rank == me and count == dist.get_world_size():
-                return everyone
-            # Only torchrun numbers the ranks of a node in a row: srun and mpirun may deal them out.
-            if rank == me and 0 <= local < count and dist.is_torchelastic_launched():
-                return [each for each in everyone if rank - local <= each < rank - local + count]
-        self._control = self._connected(everyone, me)
-        try:
-            nodes = self._gathered(node_id(), len(everyone))
-        finally:
-            self._control = None
-        if not all(isinstance(node, str) for node in nodes):
-            raise ValueError(DIFFERENT_READERS)
-        return [each for each, node in zip(everyone, nodes, strict=True) if node == node_id()]
 
     def agree(self, state: Any = None) -> list[Any]:
         """The states of all ranks, when all of them have come here without an error.
 
-        Raises RankError if one of them has failed, or does not come in time, and ValueError if they
-        were given different `readers`.
+        Raises RankError if one of them has failed, or does not come in time.
         """
-        answers = self._gathered(("", state), self.size)
-        if any(isinstance(answer, str) for answer in answers):  # the name of a node
-            self._talks = False
-            raise ValueError(DIFFERENT_READERS)
+        answers = self._gathered(("", state))
         for member, (failure, _) in zip(self._members, answers, strict=True):
             if failure:
                 self._talks = False
                 raise RankError(f"rank {member} failed: {failure}", rank=member)
         return [answer for _, answer in answers]
 
-    def _gathered(self, state: Any, size: int) -> list[Any]:
-        """The states of all ranks of the gloo group. Raises RankError.
+    def _gathered(self, state: Any) -> list[Any]:
+        """The states of all ranks. Raises RankError.
 
         No local variable has the group: a traceback that is kept would keep it open after `close`.
         """
@@ -145,17 +123,17 @@ class ReaderGroup:
         data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
         with rank_errors("does not answer"):
             # The caller may have set another default device.
-            lengths = self._all_of(torch.tensor([len(data)], device="cpu"), size)
+            lengths = self._all_of(torch.tensor([len(data)], device="cpu"))
             padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device="cpu")
             padded[: len(data)] = data
-            states = self._all_of(padded, size)
+            states = self._all_of(padded)
         return [
             pickle.loads(ctypes.string_at(state.data_ptr(), int(length)))
             for state, length in zip(states, lengths, strict=True)
         ]
 
-    def _all_of(self, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
-        found = [tensor.clone() for _ in range(size)]
+    def _all_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = [tensor.clone() for _ in range(self.size)]
         self._control.allgather([found], [tensor]).wait()
         return found
 
@@ -202,7 +180,7 @@ class ReaderGroup:
         if self._talks:
             self._talks = False
             with suppress(RankError):
-                self._gathered((failure, None), self.size)
+                self._gathered((failure, None))
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -287,10 +265,54 @@ def _store() -> Any:
     return _get_default_store()
 
 
-def _await(store: Any, keys: list[str], timeout: timedelta) -> None:
-    """Waits until all keys are in the store, in steps that let Ctrl-C in. Raises RuntimeError."""
+def _ranks_that_read(
+    name: str, everyone: list[int], me: int, readers: str, timeout: timedelta
+) -> list[int]:
+    """The ranks that read together with this one, in order.
+
+    Every rank tells the store where it is: connections between all ranks of many nodes would take
+    long. The node of torchrun counts if all ranks have one: some may have inherited its variables.
+
+    Raises ValueError if the ranks have different `readers`, and RuntimeError if one does not come.
+    """
+    store, by_torchrun = _store(), f"{name}/by torchrun"
+    same, node = f"{name}/of {readers}", f"{name}/on {node_id()}"
+    places, started = [same, node], _node_of_torchrun(me)
+    if started:
+        places += [by_torchrun, f"{by_torchrun} on {started}"]
+    for place in places:
+        store.set(f"{place}/{store.add(place, 1)}", str(me))
+    store.add(f"{name}/here", 1)
+    _await(lambda: store.add(f"{name}/here", 0) == len(everyone), timeout)
+    if store.add(same, 0) != len(everyone):
+        raise ValueError(DIFFERENT_READERS)
+    if readers == "group":
+        return everyone
+    if store.add(by_torchrun, 0) == len(everyone):
+        node = places[-1]
+    numbers = range(1, store.add(node, 0) + 1)
+    return sorted((int(store.get(f"{node}/{n}")) for n in numbers), key=everyone.index)
+
+
+def _node_of_torchrun(me: int) -> str:
+    """The node on which torchrun started this rank; "" if another launcher did.
+
+    Not by LOCAL_RANK, which may be 0 for all ranks. Other launchers than torchrun set only some of
+    these variables, and number ranks otherwise.
+    """
+    import torch.distributed as dist
+
+    wanted = {"RANK": me, "WORLD_SIZE": dist.get_world_size()}
+    if any(os.environ.get(name) != str(number) for name, number in wanted.items()):
+        return ""
+    run, number = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "GROUP_RANK"))
+    return f"{run}/{number}" if run and number else ""
+
+
+def _await(arrived: Callable[[], bool], timeout: timedelta) -> None:
+    """Waits for something in the store, in steps that let Ctrl-C in. Raises RuntimeError."""
     end, seconds = time.monotonic() + timeout.total_seconds(), _FIRST_LOOK_SECONDS
-    while not store.check(keys):
+    while not arrived():
         cancellation.check()
         if time.monotonic() > end:
             raise RuntimeError(f"no answer for {timeout.total_seconds():g} s")
@@ -329,7 +351,7 @@ def _opened_name(store: Any, names: str, count: str, timeout: timedelta) -> str:
     """The next name that the first rank has opened, and not closed."""
     while True:
         name = f"{names}/{store.add(count, 0) + 1}"
-        _await(store, [f"{name}/state"], timeout)
+        _await(partial(store.check, [f"{name}/state"]), timeout)
         store.add(count, 1)
         if store.get(f"{name}/state") == b"open":
             return name
