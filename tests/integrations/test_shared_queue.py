@@ -22,6 +22,7 @@ from gdsload.errors import GdsloadError, PlacementError
 from gdsload.integrations.transformers.shared_queue import SharedQueue
 from gdsload.loading.session import Session
 from gdsload.loading.settings import ReadSettings
+from gdsload.planning.tensor_slices import TensorSlice
 from gdsload.report import LoadReport
 from gdsload.system import available, torch_thread
 from gdsload.system.cancellation import CancelToken, LoadCancelled
@@ -192,6 +193,35 @@ def test_other_ranks_get_the_reason_why_the_model_of_a_rank_fails(
     assert said == [reason]
 
 
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 asks for each tensor by itself")
+def test_ranks_that_want_different_tensors_read_them_in_the_order_of_the_requests(
+    one_rank: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with expert parallelism: else those that are requested first would come last."""
+    read, requested = list[str](), list[str]()
+    windows, take, agree = Exchange.windows, SharedQueue.take, ReaderGroup.agree
+
+    def also_another(readers: ReaderGroup, state: Any = None) -> list[Any]:
+        answers = agree(readers, state)
+        return [*answers, state._replace(wants={})] if hasattr(state, "wants") else answers
+
+    def noted(exchange: Exchange) -> Iterator[Any]:
+        for complete in windows(exchange):
+            read.extend(layout.info.name for layout, _ in complete)
+            yield complete
+
+    def taken(queue: SharedQueue, wanted: TensorSlice) -> torch.Tensor:
+        requested.append(str(wanted.key))
+        return take(queue, wanted)
+
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(ReaderGroup, "agree", also_another)
+    monkeypatch.setattr(Exchange, "windows", noted)
+    monkeypatch.setattr(SharedQueue, "take", taken)
+    gdsload.from_pretrained(tmp_path, group=one_rank)
+    assert read == requested and read[0] == "lm_head.weight"
+
+
 @pytest.mark.parametrize("cancelled", [True, False])
 def test_rank_whose_load_ends_does_not_wait_on_for_a_slow_rank(
     one_rank: dist.ProcessGroup,
@@ -223,7 +253,7 @@ def test_rank_whose_load_ends_does_not_wait_on_for_a_slow_rank(
     ):
         wanted = {name: (name, box_of(info, None)) for name, info in checkpoint.tensors.items()}
         readers = ReaderGroup(one_rank, "group", PATIENCE_SECONDS)
-        queue = load.run(SharedQueue, shared, alone, readers, wanted, kept=())
+        queue = load.run(SharedQueue, shared, alone, readers, wanted, kept=(), order=wanted)
         queue.reason = "no room for it"
         queue.start()
         if cancelled:
@@ -266,7 +296,7 @@ def test_ctrl_c_while_other_ranks_get_their_tensors_ends_the_exchange(
     ):
         wanted = {name: (name, box_of(info, None)) for name, info in checkpoint.tensors.items()}
         readers = ReaderGroup(one_rank, "group", PATIENCE_SECONDS)
-        queue = SharedQueue(shared, alone, readers, wanted, kept=())
+        queue = SharedQueue(shared, alone, readers, wanted, kept=(), order=wanted)
         with pytest.raises(KeyboardInterrupt):
             queue.finish()
         queue.close()

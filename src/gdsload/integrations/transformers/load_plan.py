@@ -42,7 +42,7 @@ _Patterns = dict[str, list[str]]  # keys by the converter's pattern, or a key by
 class LoadPlan:
     """What transformers will request. Keys are names in the checkpoint, or keys of slices."""
 
-    fates: dict[str, str] = field(default_factory=dict)
+    fates: dict[str, str] = field(default_factory=dict)  # of all tensors, in transformers' order
     slices: dict[str, list[TensorSlice]] = field(default_factory=dict)  # by device, in order
     boxes: dict[str, tuple[str, Box]] = field(default_factory=dict)  # tensor and box, by slice
     # Tensors of which several slices are made of the same bytes: what is read, keys of the slices.

@@ -263,7 +263,7 @@ class ModelReader:
         session = self._stack.enter_context(self._session(alone.device, slices))
         readers = ReaderGroup(options.group, options.readers, options.reading.stall_seconds)
         try:
-            queue = SharedQueue(session, alone, readers, wanted, kept=plan.kept)
+            queue = SharedQueue(session, alone, readers, wanted, kept=plan.kept, order=plan.fates)
         except BaseException:
             readers.close()
             raise

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gdsload.distribution.exchange import Exchange, agreed_layouts
@@ -21,7 +22,6 @@ from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.readahead_queue import QueueClosed, ReadaheadQueue
 from gdsload.loading import window_writer
 from gdsload.loading.session import Session
-from gdsload.planning.layer_order import in_layers
 from gdsload.planning.tensor_slices import TensorSlice
 from gdsload.system import torch_thread
 from gdsload.system.cancellation import WAKE_SECONDS
@@ -46,6 +46,7 @@ class SharedQueue(ReadaheadQueue):
         wanted: Mapping[str, tuple[str, Box]],
         *,
         kept: Container[str],
+        order: Iterable[str],
     ) -> None:
         """Agrees with the other ranks on who reads what; reads nothing before `start`.
 
@@ -55,6 +56,9 @@ class SharedQueue(ReadaheadQueue):
             readers: The ranks. The queue closes it.
             wanted: By key of a slice: the tensor and its box, one box of each tensor.
             kept: Keys of the slices whose memory becomes the model's. They do not count as ahead.
+            order: The names of all tensors, as transformers requests them. Ranks that want
+                different ones read in this order: another one would fill the memory with tensors
+                that are requested later.
 
         Raises:
             RankError, CheckpointError, ValueError: As `agreed_layouts` does.
@@ -74,8 +78,10 @@ class SharedQueue(ReadaheadQueue):
         self._thread: threading.Thread | None = None
         self._in_streams = torch_thread.streams_of_this_thread()
         boxes = dict(wanted.values())
+        number_of = {name: number for number, name in enumerate(order)}
+        arrange = partial(sorted, key=lambda info: number_of[info.name])
         with readers.together():
-            plan = agreed_layouts(readers, session, boxes, window_writer.AHEAD_BYTES, in_layers)
+            plan = agreed_layouts(readers, session, boxes, window_writer.AHEAD_BYTES, arrange)
             if session.device == "cpu":
                 require_room_of_ranks(readers, self._most_held_bytes(plan[0]))
             self._exchange = Exchange(readers, session, *plan, self._require_unfinished)
