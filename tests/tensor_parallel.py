@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -63,7 +64,10 @@ def compared(directory: str, distributed: str = "") -> dict[str, Any]:
     report = gdsload.last_report()
     together = {}
     if not distributed:
-        together = {"parts": shared(directory, stock, **words), "whole": shared(directory)}
+        # As of rows so long that a rank which reads alone skips what it does not want of them.
+        with mock.patch("gdsload.planning.tensor_slices.GAP_BYTES", 0):
+            together = {"parts": shared(directory, stock, **words)}
+        together["whole"] = shared(directory)
     wrong, held = [], 0
     one, other = stock.state_dict(), ours.state_dict()
     for name in one:

@@ -130,7 +130,7 @@ def test_several_slices_of_the_same_bytes_are_read_once(
     assert base is not None
     with ReadaheadQueue(session, [base]) as feed:
         feed.start()
-        tensor = SeveralSlices(feed, info, base, [one.key for one in slices])
+        tensor = SeveralSlices(feed, info, base, {one.key: one.index for one in slices})
         for index in indices:
             found = tensor[index]
             assert torch.equal(found, expected[info.name][index])

@@ -5,7 +5,7 @@ responsible for reading (`readahead_queue`, `parameter_writer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, ItemsView, Iterable, Mapping
+from collections.abc import Callable, Container, ItemsView, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -57,28 +57,29 @@ class LazySlice:
 
 
 class SeveralSlices(LazySlice):
-    """A tensor of which several slices are requested that are made of the same bytes. The first one
-    reads them, and they are kept until the last one is taken."""
+    """A tensor of which several slices are read as one, by the first that is requested. Kept until
+    the last one is taken. `indices`: of each slice in what is read, by key."""
 
     __slots__ = ("_base", "_bytes", "_left")
 
     def __init__(
-        self, queue: ReadaheadQueue, info: TensorInfo, base: TensorSlice, keys: Iterable[str]
+        self, queue: ReadaheadQueue, info: TensorInfo, base: TensorSlice, indices: Mapping[str, Any]
     ) -> None:
         super().__init__(queue, info)
         self._base = base
-        self._left = set(keys)
+        self._left = dict(indices)
         self._bytes: torch.Tensor | None = None
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         wanted = slice_of(self._info, index)
-        if wanted.key not in self._left:
+        place = self._left.get(wanted.key)
+        if place is None:
             return super().__getitem__(index)
         read = self._bytes
         if read is None:
             read = self._bytes = self._queue.take(self._base)
-        tensor = copied(read[wanted.index])
-        self._left.discard(wanted.key)
+        tensor = copied(read[place])
+        self._left.pop(wanted.key, None)
         if not self._left:
             self._bytes = None
         return tensor

@@ -31,7 +31,7 @@ from gdsload.integrations.transformers.parameter_buffers import (
 )
 from gdsload.integrations.transformers.tied_weights import twin_pairs
 from gdsload.planning.read_plan import FILE_ORDER
-from gdsload.planning.tensor_slices import TensorSlice, common_base, slice_of, whole
+from gdsload.planning.tensor_slices import PartName, TensorSlice, common_base, slice_of, whole
 from gdsload.system.device_name import device_name
 
 SKIP, KEEP, CONVERT = "skip", "keep", "convert"
@@ -45,8 +45,8 @@ class LoadPlan:
     fates: dict[str, str] = field(default_factory=dict)  # of all tensors, in transformers' order
     slices: dict[str, list[TensorSlice]] = field(default_factory=dict)  # by device, in order
     boxes: dict[str, tuple[str, Box]] = field(default_factory=dict)  # tensor and box, by slice
-    # Tensors of which several slices are made of the same bytes: what is read, keys of the slices.
-    bases: dict[str, tuple[TensorSlice, set[str]]] = field(default_factory=dict)
+    # Tensors of which several slices are read as one: what is read, and the index of each slice.
+    bases: dict[str, tuple[TensorSlice, dict[str, Any]]] = field(default_factory=dict)
     devices: dict[str, str] = field(default_factory=dict)  # of tensors that are read to a device
     kept: set[str] = field(default_factory=set)  # keys of slices
     parameters: dict[str, str] = field(default_factory=dict)  # of kept tensors
@@ -111,7 +111,7 @@ def load_plan_of(
     infos: Mapping[str, TensorInfo],
     read_device_of: Callable[[str], str] = lambda device: "cpu",
     *,
-    writes: bool = True,
+    shared: bool = False,
 ) -> LoadPlan:
     """Predicts what `convert_and_load_state_dict_in_model` will request of these tensors.
 
@@ -123,19 +123,19 @@ def load_plan_of(
         infos: All tensors of the checkpoint, by name.
         read_device_of: The device that reads for a parameter on a device can go to: that device,
             or "cpu".
-        writes: Whether parameters may be read into buffers of their own.
+        shared: Whether several ranks read together: no parameter is read into a buffer then.
 
     Raises:
         AttributeError, ImportError, LookupError, TypeError: transformers' internals have changed.
     """
     from transformers import core_model_loading as loading
 
-    planner = _Planner(loading, model, load_config, infos, read_device_of)
+    planner = _Planner(loading, model, load_config, infos, read_device_of, shared)
     for key in sorted(infos, key=loading.dot_natural_key):
         planner.add(key)
     if load_config.device_mesh is not None and planner.shard_operation is None:
         planner.forget_slices()
-    elif load_config.hf_quantizer is None and writes:
+    elif load_config.hf_quantizer is None and not shared:
         planner.add_buffers()
     planner.order_slices()
     return planner.plan
@@ -156,11 +156,12 @@ class _Planner:
         load_config: Any,
         infos: Mapping[str, TensorInfo],
         read_device_of: Callable[[str], str],
+        shared: bool,
     ) -> None:
         self.plan = LoadPlan()
         self.shard_operation: Any = getattr(loading, "DtensorShardOperation", None)
         self._loading, self._model, self._config = loading, model, load_config
-        self._infos = infos
+        self._infos, self._shared = infos, shared
         self._read_device_of = read_device_of
         self._naming = _Naming(model, load_config, self.plan)
         self._place_of = _places(load_config)
@@ -268,23 +269,29 @@ class _Planner:
                 plan.slices.setdefault(device, []).extend(self._read_slices(key))
 
     def _read_slices(self, key: str) -> list[TensorSlice]:
-        """The slices of a tensor that are read by themselves; bytes of several are read once."""
-        share, boxes = self._slices[key], self.plan.boxes
-        base = common_base(share)
-        if base is None or share[0].key not in boxes:
+        """The slices of a tensor that are read by themselves. Bytes of several are read once; if
+        ranks share the reads, also what lies between them: each would read the others alone."""
+        share, info, boxes = self._slices[key], self._infos[key], self.plan.boxes
+        found = {one.key: boxes[one.key][1] for one in share if one.key in boxes}
+        if len(found) < max(len(share), 2) or not (self._shared or common_base(share)):
             return share
-        self.plan.bases[key] = base, {one.key for one in share}
-        # Where less than a dimension is read, it is the same part for all of these slices.
-        _, box = boxes[share[0].key]
-        read, full = base.shape or base.parts[0].shape, self._infos[key].shape
-        boxes[base.key] = (
-            key,
-            tuple(
-                (0, size) if length == size else ends
-                for ends, length, size in zip(box, read, full, strict=True)
-            ),
+        hull = tuple(
+            (min(low for low, _ in ends), max(high for _, high in ends))
+            for ends in zip(*found.values(), strict=True)
         )
+        base = slice_of(info, tuple(slice(*ends) for ends in hull))
+        base = base._replace(key=PartName(base.key, " and others"))
+        boxes[base.key] = key, hull
+        self.plan.bases[key] = base, {name: _within(hull, box) for name, box in found.items()}
         return [base]
+
+
+def _within(hull: Box, box: Box) -> tuple[slice, ...]:
+    """The index of a box in another one that contains it."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (first, _), (start, stop) in zip(hull, box, strict=True)
+    )
 
 
 def _buffer(

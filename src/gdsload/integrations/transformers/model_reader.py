@@ -163,7 +163,7 @@ class ModelReader:
                     load_config,
                     self.checkpoint.tensors,
                     self._reached,
-                    writes=self.options.group is None,
+                    shared=self.options.group is not None,
                 )
             except (AttributeError, ImportError, LookupError, TypeError) as error:
                 raise Misfit(f"{type(error).__name__}: {error}") from error
