@@ -167,6 +167,7 @@ class Publisher:
         self._backend = ("", "", "")
         self._refusals: dict[str, str] = {}
         self._paths: set[str] = set()
+        self._ending = False
         self._retries = 0
         self._failovers: dict[str, int] = {}
         self._spans = 0
@@ -183,6 +184,7 @@ class Publisher:
     def end(self) -> None:
         """Calls the observers with what is new and with the end of the load."""
         with self._lock:
+            self._ending = True
             self.publish()
             self._call(LoadEnded(time.time(), self._report.source, self._report, self._kind))
 
@@ -199,7 +201,9 @@ class Publisher:
                 self._refusals[name] = reason
                 yield PathRefused(now, source, name, reason)
         for path, nbytes in list(report.paths.items()):
-            if nbytes and path not in self._paths:
+            # A model's own prefetch takes its bytes out of "prefetched" at the end.
+            final = self._ending or path != "prefetched"
+            if nbytes and final and path not in self._paths:
                 self._paths.add(path)
                 yield PathUsed(now, source, path, nbytes)
         if (retries := report.retries - self._retries) > 0:

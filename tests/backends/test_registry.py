@@ -12,6 +12,7 @@ import pytest
 import gdsload
 from gdsload.backends import API_VERSION, Backend, Support, registry
 from gdsload.backends.posix import PosixBackend
+from gdsload.memory import DRAM
 
 
 class Plain(PosixBackend):
@@ -82,6 +83,20 @@ class Impostor(PosixBackend):
     name = "posix"
 
 
+class Kindless(PosixBackend):
+    name = "kindless"
+    memory_kinds = None  # type: ignore[assignment]
+
+
+class OneKind(PosixBackend):
+    name = "onekind"
+    memory_kinds = DRAM  # type: ignore[assignment]
+
+
+class Twin(PosixBackend):
+    name = "plain"
+
+
 class Abstract(Backend):
     name = "abstract"
 
@@ -93,6 +108,8 @@ MISFITS = {
     "versionless": (Versionless, "api_version"),
     "nameless": (Nameless, "no name"),
     "automatic": (Automatic, '"auto" is reserved'),
+    "kindless": (Kindless, "memory_kinds None must be a set"),
+    "onekind": (OneKind, "memory_kinds 'dram' must be a set"),
     "abstract": (Abstract, "does not define check"),
     "function": (lambda: None, "not a subclass"),
 }
@@ -187,7 +204,9 @@ def test_unfit_backend_cannot_be_registered(name: str, entries: list[EntryPoint]
     assert reason in next(iter(caught.value.reasons.values()))
 
 
-@pytest.mark.parametrize("name", ["Newer", "Other", "Strings", "Versionless", "Abstract", "Gone"])
+@pytest.mark.parametrize(
+    "name", ["Newer", "Other", "Strings", "Versionless", "Kindless", "Abstract", "Gone"]
+)
 def test_unfit_plugin_is_left_out(
     name: str, entries: list[EntryPoint], tiny_checkpoint: Path
 ) -> None:
@@ -200,6 +219,24 @@ def test_unfit_plugin_is_left_out(
     assert caught.value.reasons[key]
     gdsload.load_file(tiny_checkpoint, cache="buffered")
     assert gdsload.last_report().backend == "posix", "and no load fails"
+
+
+def test_second_plugin_of_a_name_is_left_out(entries: list[EntryPoint]) -> None:
+    entries += [entry("Plain"), entry("Plain"), entry("Twin")]
+    found, refusals = registry.discover()
+    assert found["plain"] is Plain
+    assert refusals == {f"{__name__}:Twin": "another plugin has the name 'plain'"}
+
+
+def test_plugin_that_ends_the_process_when_it_is_imported_is_left_out(
+    entries: list[EntryPoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quits.py").write_text("raise SystemExit('needs libfoo')")
+    monkeypatch.syspath_prepend(tmp_path)
+    entries += [EntryPoint("quits", "quits:Quits", registry.GROUP), entry("Plain")]
+    found, refusals = registry.discover()
+    assert found["plain"] is Plain
+    assert refusals == {"quits": "it cannot be imported: SystemExit: needs libfoo"}
 
 
 def test_plugin_that_is_left_out_is_found_by_its_own_name(entries: list[EntryPoint]) -> None:

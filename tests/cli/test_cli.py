@@ -9,6 +9,7 @@ import pty
 import shutil
 import struct
 import termios
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -591,3 +592,20 @@ def test_bytes_without_a_number_are_refused(text: str) -> None:
 )
 def test_size_is_rounded_with_a_unit(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect", "plan", "load"])
+def test_storage_that_may_hang_is_not_asked_while_arguments_are_parsed(
+    command: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    stat = os.stat
+
+    def noted(path: Any, *args: Any, **words: Any) -> os.stat_result:
+        if path == str(tiny_checkpoint) and threading.current_thread() is threading.main_thread():
+            asked.append(path)
+        return stat(path, *args, **words)
+
+    monkeypatch.setattr(os, "stat", noted)
+    assert run(command, tiny_checkpoint).exit_code == 0
+    assert asked == []

@@ -359,6 +359,13 @@ def test_direct_io_is_tried_on_a_file_a_directory_and_an_empty_directory(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_each_finding_is_one_line() -> None:
+    finding = Finding("plugin a", "no", "first\nsecond \x1b[31m", hint="do\nthis")
+    lines = Diagnosis((finding,)).summary().splitlines()
+    assert lines[0] == "no      plugin a  first\\nsecond \\x1b[31m"
+    assert lines[1].endswith("hint: do\\nthis")
+
+
 def test_path_that_does_not_answer_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import transformers
 from transformers.integrations import deepspeed
 
 import gdsload
+from gdsload import events
 from gdsload.checkpoint import checkpoint as checkpoint_module
 from gdsload.checkpoint.header import header_bytes
 from gdsload.integrations.transformers import speculative_prefetch
@@ -296,3 +297,29 @@ def test_weights_that_the_config_names_are_not_prefetched(cold: Path) -> None:
 def test_files_that_may_not_be_mapped_are_not_prefetched(cold: Path) -> None:
     assert not is_prefetched(cold, dtype="auto", disable_mmap=True)
     assert is_prefetched(cold, dtype="auto", disable_mmap=False)
+
+
+def test_events_name_the_paths_of_the_report(cold: Path) -> None:
+    seen: list[events.Event] = []
+    gdsload.from_pretrained(cold, on_event=seen.append)
+    used = [event.path for event in seen if isinstance(event, events.PathUsed)]
+    report = gdsload.last_report()
+    assert any(span.track == "head start" for span in report.spans)
+    assert sorted(used) == sorted(report.paths) != []
+
+
+def test_reads_of_a_load_that_fails_are_in_its_report(cold: Path) -> None:
+    class Broken:
+        _model_mapping = None
+
+        @classmethod
+        def from_pretrained(cls, source: Any, **_: Any) -> None:
+            (ahead,) = prefetches()
+            ahead.wait(60.0)
+            raise ValueError("no model")
+
+    with pytest.raises(ValueError, match="no model"):
+        gdsload.from_pretrained(cold, cls=Broken)
+    report = gdsload.last_report()
+    assert report.failure == "ValueError: no model"
+    assert report.backend == "posix" and report.read_bytes > 0

@@ -22,6 +22,7 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from command import process
+from gdsload.system import progress_bar
 from storage import make_cold
 
 END = "the end of a load"
@@ -125,3 +126,14 @@ def test_bar_that_is_asked_for_counts_bytes_that_are_in_memory(
         load(checkpoint, progress=True, cache="direct")
     assert "100%" in capsys.readouterr().err
     assert len(gdsload.last_report().paths) == 2  # half of the bytes came from the pool
+
+
+def test_bar_of_bytes_that_are_there_at_once_does_not_begin_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_bar, "stderr_is_terminal", lambda: True)
+    monkeypatch.setattr(progress_bar, "_DELAY_SECONDS", 0.0)
+    with progress_bar.progress_bar(None, 1000) as advance:
+        advance(1000)
+        advance(0)
+    assert capsys.readouterr().err == ""

@@ -84,6 +84,9 @@ def misfit(backend: Any) -> str:
             f"it was made for plugin API {major}.{minor}, this gdsload has"
             f" {API_VERSION[0]}.{API_VERSION[1]}"
         )
+    kinds: Any = backend.memory_kinds
+    if not isinstance(kinds, (set, frozenset)) or not kinds <= {DRAM, VRAM}:
+        return f"its memory_kinds {kinds!r} must be a set of DRAM and VRAM"
     missing: frozenset[str] = getattr(backend, "__abstractmethods__", frozenset())
     return f"it does not define {', '.join(sorted(missing))}" if missing else ""
 
@@ -153,7 +156,9 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
             complaint = misfit(backend) or _taken(backend.name)
             if _is_named(backend) and not _taken(backend.name):
                 name = backend.name
-        except Exception as error:
+            if not complaint and plugins.get(name, backend) is not backend:
+                complaint, name = f"another plugin has the name {name!r}", entry.value
+        except (Exception, SystemExit) as error:
             complaint = f"it cannot be imported: {type(error).__name__}: {error}"
         if complaint:
             refusals[entry.value if _taken(name) else name] = complaint
@@ -279,7 +284,7 @@ def _probe(
         return Support(False, (f"it does not load into {kind.upper()}",))
     try:
         support = backend.probe_with(device, options) if options else backend.probe(device)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         log.warning("backend %r failed while it was probed", backend.name, exc_info=True)
         return Support(False, (f"its probe raised {type(error).__name__}: {error}",))
     if not isinstance(support, Support):

@@ -135,20 +135,42 @@ common = _options(
 )
 
 
-class LocalPath(click.Path):
-    """A path, and no URL, whose secrets other messages would show."""
+def _require_no_url(
+    kind: click.Path, value: Any, param: click.Parameter | None, ctx: click.Context | None
+) -> None:
+    """Refuses a URL, whose secrets other messages would show."""
+    if is_url(value):
+        kind.fail(f"{shown_source(value)} is a URL, and must be a local path", param, ctx)
+
+
+class AnyPath(click.Path):
+    """A path or a URL. Unlike click's, it asks no storage, which may hang."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if is_url(value):
-            self.fail(f"{shown_source(value)} is a URL, and must be a local path", param, ctx)
+        return self.coerce_path_result(value)
+
+
+class LocalPath(AnyPath):
+    """A local path of any kind. It asks no storage either."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        _require_no_url(self, value, param, ctx)
         return super().convert(value, param, ctx)
 
 
+class PathOfKind(click.Path):
+    """A file or a directory, if it exists."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        _require_no_url(self, value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = AnyPath()
+LOCAL_PATH = LocalPath()
 # A file that this user may not read is no wrong argument, and the library's error has a hint.
-PATH = click.Path(readable=False)
-LOCAL_PATH = LocalPath(readable=False)
-FILE = LocalPath(dir_okay=False, readable=False)
-DIRECTORY = LocalPath(file_okay=False, readable=False)
+FILE = PathOfKind(dir_okay=False, readable=False)
+DIRECTORY = PathOfKind(file_okay=False, readable=False)
 source_of = _options(
     click.argument("source", type=PATH),
     click.option("--revision", help="Branch, tag or commit of a model in the hub's cache."),

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from gdsload.backends.posix.engines import ENGINES
+from gdsload.errors import one_line
 
 Verdict = Literal["yes", "partly", "no"]
 YES: Verdict = "yes"
@@ -65,9 +66,10 @@ class Diagnosis:
         width = max(short, default=0)
         lines = []
         for each in shown:
-            lines.append(f"{each.verdict:<6}  {each.name:<{width}}  {each.detail}".rstrip())
+            line = f"{each.verdict:<6}  {one_line(each.name):<{width}}  {one_line(each.detail)}"
+            lines.append(line.rstrip())
             if each.hint and each.verdict != YES:
-                lines.append(f"{'':<6}  {'':<{width}}  hint: {each.hint}")
+                lines.append(f"{'':<6}  {'':<{width}}  hint: {one_line(each.hint)}")
         if left_out := len(self.findings) - len(shown):
             lines.append(f"{'':<6}  {left_out} more about GPUs: gdsload doctor --json")
         conclusion = _CONCLUSIONS[self.exit_code]

@@ -44,7 +44,7 @@ def progress_bar(
         nonlocal bar
         if shown and bar is None:
             total = total_bytes() if callable(total_bytes) else total_bytes
-            if not wanted and nbytes >= total:
+            if not wanted and (nbytes >= total or not nbytes):
                 return  # all bytes are there at once
             # tqdm.auto has a bar for notebooks, and takes longer to import.
             bar = import_module("tqdm.auto" if notebook else "tqdm").tqdm(

@@ -75,16 +75,19 @@ def speculative_prefetch(
         if _is_unfit(source, cls, checkpoint, kwargs):
             yield
             return
-        with prefetch(
+        reads = prefetch(
             checkpoint,
             backend=reading.backend,
             cache=reading.cache,
             page_cache=reading.page_cache,
             options=reading.options,
             stall_seconds=reading.stall_seconds,
-        ) as reads:
-            yield
-        _add(report, reads)
+        )
+        try:
+            with reads:
+                yield
+        finally:
+            _add(report, reads)
 
 
 def _add(report: LoadReport, reads: Prefetch) -> None:
