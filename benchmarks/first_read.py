@@ -33,7 +33,7 @@ import torch
 from gdsload import last_report, load_file
 from gdsload._native import system
 from gdsload.backends.posix import engines
-from gdsload.loading import device_batch
+from gdsload.loading import device_batch, torch_device
 from gdsload.loading.batch import Batch
 from gdsload.memory import page_cache
 from gdsload.memory.staging_ring import release_rings
@@ -130,7 +130,7 @@ def run(source: Path, kind: str, nbytes: int, shards: int) -> dict[str, float]:
     """One load, without the handing over of its tensors."""
     with ExitStack() as stack:
         patched = stack.enter_context
-        patched(mock.patch.object(device_batch, "torch_imported", lambda: kind == "torch"))
+        patched(mock.patch.object(torch_device, "torch_imported", lambda: kind == "torch"))
         for batch in (device_batch.BlockBatch, device_batch.DeviceBatch):
             patched(mock.patch.object(batch, "tensors_of", names))
         if kind == "torch":
@@ -144,8 +144,8 @@ def run(source: Path, kind: str, nbytes: int, shards: int) -> dict[str, float]:
                     del allocators[0]
                 return allocators[0].empty(shape)
 
-            patched(mock.patch.object(device_batch, "empty", empty))
-            patched(mock.patch.object(device_batch, "have_whole", lambda *words: None))
+            patched(mock.patch.object(torch_device, "empty", empty))
+            patched(mock.patch.object(torch_device, "reserve_block", lambda *words: None))
         posts: list[tuple[float, int]] = []  # the seconds after each post, and its bytes
         post = Batch._post
 

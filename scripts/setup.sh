@@ -49,10 +49,14 @@ if is_ready; then exit 0; fi
 if command -v flock >/dev/null 2>&1; then
     mkdir -p .cache
     exec 9>.cache/setup.lock
-    flock -n 9 || {
+    code=0
+    flock -n -E 75 9 2>/dev/null || code=$?
+    if [ "$code" = 75 ]; then
         say "waiting for another setup"
         flock 9
-    }
+    elif [ "$code" != 0 ]; then
+        say "this filesystem has no locks: start no second setup meanwhile"
+    fi
     if is_ready; then exit 0; fi
 fi
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.ranges import bytes_of
@@ -156,7 +156,8 @@ class safe_open:
             ReadError: The read failed.
         """
         info = self._open().info(name)
-        return self._converted(info, self._read([info])[name])
+        tensor = self._read([info])[name]
+        return self._checked([info], {name: tensor})[name]
 
     @safetensors_errors()
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
@@ -173,8 +174,7 @@ class safe_open:
             ReadError: A read failed.
         """
         infos = self._open().infos(names)
-        tensors = self._read(infos)
-        return {info.name: self._converted(info, tensors.pop(info.name)) for info in infos}
+        return self._checked(infos, self._read(infos))
 
     @safetensors_errors()
     def get_slice(self, name: str) -> Slice:
@@ -232,26 +232,36 @@ class safe_open:
                     report.verified_bytes = report.wanted_bytes  # whole files, when it was opened
                 return tensors
 
-    def _converted(self, info: TensorInfo, tensor: torch.Tensor) -> Any:
-        mapped = self._session.maps(tensor)
+    def _checked(
+        self, infos: Sequence[TensorInfo], tensors: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """Tensors as the caller wants them. No file may have changed while some were copied from
+        its mapping."""
+        copied_from: set[int] = set()
+        found: dict[str, Any] = {}
+        for info in infos:
+            tensor = tensors.pop(info.name)
+            mapped = self._session.maps(tensor)
+            found[info.name] = self._converted(info.name, tensor, mapped)
+            if mapped and found[info.name] is not tensor:
+                copied_from.add(info.shard)
+        self._verify_unchanged(copied_from)
+        return found
+
+    def _converted(self, name: str, tensor: torch.Tensor, mapped: bool) -> Any:
         if self._numpy:
             # Reads share mappings and pools, but a change of one array must not change a later one.
-            shared = mapped or current_pool() is not None
-            array = _as_numpy(info.name, tensor)
-            made = array.copy() if shared else array
-        else:
-            made = tensor if self._device == self._session.device else moved(tensor, self._device)
-            mapped = mapped and made is not tensor
-        if mapped:
-            self._verify_unchanged(info)
-        return made
+            array = _as_numpy(name, tensor)
+            return array.copy() if mapped or current_pool() is not None else array
+        return tensor if self._device == self._session.device else moved(tensor, self._device)
 
-    def _verify_unchanged(self, info: TensorInfo) -> None:
-        """Checks that the file of a tensor did not change while it was copied from a mapping."""
+    def _verify_unchanged(self, shards: Collection[int]) -> None:
+        if not shards:
+            return
         with self._lock:
             if self._checkpoint.closed:
                 raise self._closed_error()
-            self._checkpoint.verify_unchanged({info.shard})
+            self._checkpoint.verify_unchanged(shards)
 
     def __enter__(self) -> safe_open:
         return self
@@ -330,8 +340,8 @@ class Slice:
         if views and part.numel() < tensor.numel() and not mapped:
             part = copied(part)  # the view would keep all of the tensor
         if mapped and not views:
-            self._opened._verify_unchanged(info)
-        return self._opened._converted(info, part)
+            self._opened._verify_unchanged({info.shard})
+        return self._opened._checked([info], {info.name: part})[info.name]
 
     def __reduce__(self) -> str:
         raise TypeError("a slice of a safe_open cannot be copied or pickled")

@@ -177,6 +177,15 @@ def test_file_that_transformers_opens_for_a_gpu_does_not_break_a_graph_of_anothe
     loading.capture_graphs(False)
 
 
+def test_driver_that_only_torch_can_use_is_not_asked_about_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_device, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(gpu, "why_not", lambda device: "this CUDA driver is too old")
+    monkeypatch.setattr(gpu, "device", lambda ordinal: pytest.fail("it was asked"))
+    torch_device.require_no_capture("cuda:0")
+
+
 def test_freed_tensor_while_a_graph_is_captured_does_not_break_it(doubles: Doubles) -> None:
     device = gpu.device(0)
     free = device.memory()[0]

@@ -446,6 +446,30 @@ def test_weights_that_a_config_names_are_in_its_directory(server: ObjectServer) 
         gdsload.from_pretrained(server.url("s3", "model"))
 
 
+def test_index_that_a_config_names_is_beside_it(server: ObjectServer) -> None:
+    folder = server.root / "model"
+    config = json.loads((folder / "config.json").read_text())
+    inside = {"transformers_weights": "weights/model.safetensors.index.json"}
+    (folder / "config.json").write_text(json.dumps(config | inside))
+    with pytest.raises(CheckpointError, match="an index lies beside the config"):
+        gdsload.from_pretrained(server.url("s3", "model"))
+
+
+def test_extra_files_that_transformers_would_not_find_are_an_error(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misfit(*_: object, **__: object) -> None:
+        raise AttributeError("something has another name")
+
+    folder = server.root / "model"
+    shutil.copyfile(next(folder.glob("*.safetensors")), folder / "extra.safetensors")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    monkeypatch.setattr(type(config), "extra_files", ("extra.safetensors",), raising=False)
+    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.load_plan_of", misfit)
+    with pytest.raises(CheckpointError, match=r"'extra\.safetensors'.*load a copy"):
+        gdsload.from_pretrained(server.url("s3", "model"))
+
+
 def test_of_two_shards_with_a_tensor_the_one_that_transformers_takes_counts(
     server: ObjectServer,
 ) -> None:

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 import gdsload
 from descriptors import none_left
+from gdsload.checkpoint.manifest import MANIFEST_NAME
 from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
@@ -25,10 +27,13 @@ from gdsload.errors import (
     CheckpointUnreadable,
     FileChanged,
     RemoteError,
+    StallError,
 )
 from gdsload.events import Event, FailedOver
+from gdsload.integrations.transformers import stand_ins
 from gdsload.remote import object_store, replica_directory
 from gdsload.remote.directory import RemoteDirectory
+from gdsload.remote.file import RemoteFile
 from gdsload.remote.object_store import INSTALL_HINT
 from gdsload.remote.replica_directory import LocalFile, ReplicaDirectory
 from gdsload.remote.urls import is_url, joined, sources_of, split_file, without_secrets
@@ -241,38 +246,43 @@ def test_source_that_does_not_answer_is_left(
     gate.set()
 
 
-def test_sources_that_never_answer_are_an_error_that_names_them(
+def test_manifest_that_no_source_sends_is_a_stall(
     memory: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_directory, "STALL_SECONDS", 0.2)
-    monkeypatch.setattr(replica_directory, "PATIENCE_SECONDS", 0.2)
-    gate = threading.Event()
-    for name in ("mem://a", "mem://b"):
-        memory(name).ask = lambda: bool(gate.wait(PATIENCE_SECONDS))
+    gate, opened = threading.Event(), MemoryDirectory.open
+
+    def hangs(self: MemoryDirectory, name: str) -> RemoteFile:
+        if name == MANIFEST_NAME:
+            gate.wait(PATIENCE_SECONDS)
+        return opened(self, name)
+
+    monkeypatch.setattr(MemoryDirectory, "open", hangs)
+    source = gdsload.replicas("mem://a", "mem://b")
     try:
-        with pytest.raises(CheckpointUnreadable) as caught:
-            gdsload.load_file(gdsload.replicas("mem://a", "mem://b"))
+        with pytest.raises(StallError, match="mem://a"):
+            gdsload.load_file(source, verify="checksum", stall_seconds=0.2)
     finally:
         gate.set()
-    for name in ("mem://a", "mem://b"):
-        assert f"{name} had not answered for 0.2 s" in str(caught.value)
 
 
-def test_source_that_refuses_beside_one_that_never_answers_is_an_error(
-    memory: Directories, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["names", "open"])
+def test_sources_of_a_model_that_never_answer_are_a_stall(
+    call: str, memory: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_directory, "STALL_SECONDS", 0.2)
-    monkeypatch.setattr(replica_directory, "PATIENCE_SECONDS", 0.2)
-    gate = threading.Event()
+    gate, real = threading.Event(), getattr(MemoryDirectory, call)
 
-    def refuse() -> None:
-        raise RemoteError("refused")
+    def hangs(self: MemoryDirectory, *words: str) -> Any:
+        gate.wait(PATIENCE_SECONDS)
+        return real(self, *words)
 
-    memory("mem://refuses").ask = refuse
-    memory("mem://hangs").ask = lambda: bool(gate.wait(PATIENCE_SECONDS))
+    in_time = {"stall_seconds": 0.2}
+    for name in ("in_thread", "parallel_map"):
+        monkeypatch.setattr(stand_ins, name, partial(getattr(stand_ins, name), **in_time))
+    monkeypatch.setattr(MemoryDirectory, call, hangs)
+    source = gdsload.replicas("mem://a", "mem://b")
     try:
-        with pytest.raises(CheckpointUnreadable, match=r"mem://hangs had not answered.*; refused"):
-            gdsload.load_file(gdsload.replicas("mem://refuses", "mem://hangs"))
+        with pytest.raises(StallError), stand_ins.stand_in(source, {}):
+            pass
     finally:
         gate.set()
 

@@ -112,7 +112,8 @@ def manifest_of(checkpoint: Checkpoint, algorithm: str = XXH3) -> Manifest:
         if first.directory is None:
             raw = _read(path, checkpoint.stall_seconds)
         else:
-            raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)
+            read = partial(first.directory.read, MANIFEST_NAME, LIMIT_BYTES)
+            raw = in_thread(read, path, stall_seconds=checkpoint.stall_seconds)
     except CheckpointNotFound as error:
         raise _absent(path, command_for(checkpoint, algorithm), error) from None
     return parse_manifest(raw, path)

@@ -73,7 +73,7 @@ class ReaderGroup:
         everyone = dist.get_process_group_ranks(group)
         with (
             rank_errors("does not join the load"),
-            _common_name(self._of, everyone, me, self._timeout) as name,
+            _common_name(f"{self._of} meets", everyone, me, self._timeout) as name,
         ):
             members = _ranks_that_read(name, everyone, me, readers, self._timeout)
         self._members = members

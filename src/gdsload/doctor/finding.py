@@ -46,8 +46,8 @@ class Diagnosis:
     def exit_code(self) -> int:
         """0: the default path to DRAM works; 1: only slower ones work; 2: none works.
 
-        The default path are the first engine and direct I/O. Direct I/O that could not be tried is
-        assumed to work, but not if the storage of the path did not answer.
+        The default path consists of the first engine and direct I/O. Direct I/O that could not be
+        tried is assumed to work, but not if the storage of the path did not answer.
         """
         verdicts = {each.name: each.verdict for each in self.findings}
         works = [verdicts.get(f"engine {engine}") == YES for engine in ENGINES]

@@ -39,7 +39,9 @@ def require_no_capture(device: str) -> None:
     """Raises PlacementError while torch's current stream captures a CUDA graph: copies would become
     a part of it, and some of torch's would break it."""
     stream = _current_stream(device)
-    if stream is not None and gpu.device(gpu.ordinal_of(device)).captures(stream.cuda_stream):
+    if stream is None or gpu.why_not(device):  # torch may use a driver that gdsload cannot
+        return
+    if gpu.device(gpu.ordinal_of(device)).captures(stream.cuda_stream):
         raise PlacementError(
             f"a CUDA graph is being captured on the current stream of {device}: load before the"
             " capture, or in a thread with another current stream"

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from gdsload.remote.replica_directory import LocalReplicaDirectory
 from gdsload.remote.urls import is_url, shown_source, split_file, without_secrets
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
+from gdsload.system.parallel import in_thread
 from gdsload.system.threads import start_thread
 from gdsload.system.torch_thread import copying
 
@@ -104,13 +106,14 @@ class Receiving:
             self.infos = checkpoint.infos()
             report.tensors, report.wanted_bytes = len(self.infos), checkpoint.total_bytes
             directory = _directory_of(checkpoint)
-            self.small_files = (
-                {} if _is_file(source) else _small_files(source, directory, checkpoint)
-            )
+            # In threads: a source may not answer.
+            collect = partial(_small_files, source, directory, checkpoint)
+            self.small_files = {} if _is_file(source) else in_thread(collect, directory.path)
             self.manifest = b""
             self._verifier: _Watched | None = None
             if checksums:
-                self._read_manifest(directory, checkpoint)
+                read = partial(self._read_manifest, directory, checkpoint)
+                in_thread(read, directory.path)
             session = Session(
                 checkpoint,
                 report,

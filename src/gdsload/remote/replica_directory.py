@@ -30,7 +30,6 @@ from gdsload.remote.file import RemoteFile
 from gdsload.remote.replicas import Opened, ReplicaFile, Source, Sources
 from gdsload.remote.urls import is_url, shown_source, sources_of, without_secrets
 from gdsload.system.lifecycle import fork_safe_lock
-from gdsload.system.stall import STALL_SECONDS
 from gdsload.system.threads import condition, start_thread
 
 Answer = TypeVar("Answer")
@@ -126,17 +125,13 @@ class ReplicaDirectory(RemoteDirectory):
             if start_thread(partial(run, source), "gdsload-source") is None:
                 run(source)
         with lock:
-            changed.wait_for(lambda: answers or len(errors) == len(asked), STALL_SECONDS)
+            changed.wait_for(lambda: answers or len(errors) == len(asked))  # in a caller's thread
             changed.wait_for(lambda: len(answers) + len(errors) == len(asked), PATIENCE_SECONDS)
             found = {source: answers[source] for source in asked if source in answers}
             failed = dict(errors)
         for source in asked:
             if source not in found and source not in failed:
-                why = (
-                    f"it had not answered {PATIENCE_SECONDS:g} s after another source"
-                    if found
-                    else f"{source.name} had not answered for {STALL_SECONDS:g} s"
-                )
+                why = f"it had not answered {PATIENCE_SECONDS:g} s after another source"
                 self._sources.abandon(source, why)
             elif source in failed and (abandon or (found and _is_down(failed[source]))):
                 self._sources.abandon(source, str(failed[source]))

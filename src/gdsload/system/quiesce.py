@@ -47,7 +47,7 @@ def quiesce(timeout: float = 30.0) -> None:
     meanwhile.
 
     Args:
-        timeout: seconds to wait for loads and prefetches.
+        timeout: seconds to wait.
 
     Raises:
         GdsloadError: a load or a prefetch is still in progress, for example a stream that is not

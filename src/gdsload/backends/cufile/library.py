@@ -49,8 +49,9 @@ DIRECT_IO_KB = 16384
 _DIRECT_IO_KB, _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 5, 6, 7, 9
 _ALLOW_COMPAT, _PARALLEL_IO, _USE_P2PDMA = 1, 4, 7
 # CUfileDriverStatusFlags_t, CUfileDriverControlFlags_t and CUfileFeatureFlags_t, as bits.
-_HOW_COMPAT = 'backend="gds_mt", options={"allow_compat": True}'
 _NVME, _NVME_P2P, _COMPAT_ALLOWED, _P2P_SUPPORTED = 4, 11, 1, 4
+
+_HOW_COMPAT = 'backend="gds_mt", options={"allow_compat": True}'  # for messages
 
 # The code of settings that cuFile does not understand, from 1.19 on; before, it is below zero.
 _BAD_SETTINGS = 5002

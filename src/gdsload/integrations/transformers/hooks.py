@@ -61,6 +61,7 @@ from gdsload.integrations.transformers.patches import (
 from gdsload.integrations.transformers.stand_ins import (
     original as original_of,
     rename,
+    require_no_extra_files,
     stand_in,
 )
 from gdsload.remote.urls import is_url, shown_source
@@ -178,6 +179,7 @@ def _load(
         note(report, STOCK, str(error))
         return load(None)
     except Misfit as misfit:
+        require_no_extra_files(files, extra_files)  # transformers would not find them
         note(report, SAFE_OPEN, f"transformers' inner parts are not as expected: {misfit}")
         with _opening(options, report):
             return load(None)

@@ -25,11 +25,16 @@ from typing import Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.locate import CheckpointFiles, ShardPath, locate, relative
-from gdsload.errors import CheckpointAccessError, CheckpointError, CheckpointNotFound
+from gdsload.errors import (
+    CheckpointAccessError,
+    CheckpointError,
+    CheckpointNotFound,
+    shown,
+)
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.remote.directory import USUAL_NAMES, RemoteDirectory, open_directory
 from gdsload.remote.urls import joined, without_secrets
-from gdsload.system.parallel import parallel_map
+from gdsload.system.parallel import in_thread, parallel_map
 
 # A tokenizer may have 30 MB. Larger files are not needed to build a model.
 MOST_COPIED_BYTES = 64 << 20
@@ -76,20 +81,33 @@ def opened_as(files: Sequence[str]) -> Checkpoint | None:
 
 
 def with_extra_files(checkpoint: Checkpoint, names: Sequence[str]) -> CheckpointFiles | None:
-    """The files of a remote checkpoint and others in its directory; None if it has no others.
+    """The files of a remote checkpoint and others in its directory; None if it has no others, or is
+    that of an adapter.
 
-    Raises CheckpointError.
+    Raises CheckpointError and StallError.
     """
     directory = checkpoint.shards[0].directory
     shards = [shard.name for shard in checkpoint.shards]
-    if directory is None or not (
-        extra := [name for name in names if name not in shards and directory.has(name)]
-    ):
+    asked = [name for name in names if name not in shards]
+    if directory is None or not asked or shards == [_ADAPTER]:
+        return None
+    extra = in_thread(lambda: [*filter(directory.has, asked)], directory.path)
+    if not extra:
         return None
     return CheckpointFiles(
         checkpoint.source,
         tuple(ShardPath(name, directory.path_of(name), directory) for name in [*shards, *extra]),
     )
+
+
+def require_no_extra_files(files: Sequence[str], names: Sequence[str]) -> None:
+    """Raises CheckpointError if `with_extra_files` finds any for the checkpoint of these files."""
+    known = opened_as(files)
+    if known is not None and with_extra_files(known, names):
+        raise CheckpointError(
+            f"{known.source}: this version of transformers reads no files beside the checkpoint of"
+            f" a URL ({', '.join(map(shown, names))}): load a copy in a directory"
+        )
 
 
 @contextmanager
@@ -127,7 +145,8 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         urls = {top: url}
         checkpoints: dict[tuple[str, ...], Checkpoint] = {}
 
-        def add(found: CheckpointFiles, inside: str = "") -> Checkpoint:
+        def add(where: str, inside: str = "", **parts: Any) -> Checkpoint:
+            found = in_thread(partial(find, where, **parts), source.path)
             # As transformers, it does not look into the index for the shard of a tensor.
             files = found._replace(weight_map=None)
             checkpoint = stack.enter_context(Checkpoint.located(files, strict=False))
@@ -142,10 +161,11 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
             try:
                 if named := _named_weights(folder, words):
                     if named.endswith(".json") and not (folder / named).exists():
-                        (folder / named).write_bytes(source.read(named, MOST_COPIED_BYTES))
-                    checkpoint = add(find(joined(directory, named)), os.path.dirname(named))
+                        read = partial(source.read, named, MOST_COPIED_BYTES)
+                        (folder / named).write_bytes(in_thread(read, source.path_of(named)))
+                    checkpoint = add(joined(directory, named), os.path.dirname(named))
                 else:
-                    checkpoint = add(find(url, subfolder=subfolder, variant=variant))
+                    checkpoint = add(url, subfolder=subfolder, variant=variant)
             except CheckpointNotFound:
                 # Perhaps only a tokenizer, or weights of another format, which transformers names.
                 if weights or not any(folder.iterdir()):
@@ -154,7 +174,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
                 stack.enter_context(held(open_checkpoint, checkpoint))
         if has_adapter and not (folder / _ADAPTER).exists():
             with suppress(CheckpointNotFound):
-                add(find(joined(directory, _ADAPTER)))
+                add(joined(directory, _ADAPTER))
         stack.enter_context(held(_in_effect, _StandIns(urls, checkpoints)))
         try:
             yield top
@@ -173,7 +193,7 @@ def _name_of(url: str) -> str:
 def _named_weights(folder: Path, words: Mapping[str, Any]) -> str:
     """The file of weights that a config names, relative to its directory; "" if it names none.
 
-    Raises CheckpointError if it leads outside.
+    Raises CheckpointError if it leads outside, or is an index in a subfolder.
     """
     config = words.get("config")
     if config is None or isinstance(config, (str, os.PathLike)):
@@ -190,7 +210,13 @@ def _named_weights(folder: Path, words: Mapping[str, Any]) -> str:
         (".safetensors", ".safetensors.index.json")
     ):
         return ""  # transformers says why
-    return relative(named, _NAMED)
+    named = relative(named, _NAMED)
+    if named.endswith(".json") and "/" in named:
+        raise CheckpointError(
+            f"the config names the index {shown(named)}, and from a URL an index lies beside the"
+            " config"
+        )
+    return named
 
 
 def _placed(
@@ -224,7 +250,7 @@ def _fetch(
     absent: tuple[type[Exception], ...] = (CheckpointNotFound, _TooLarge)
     weights: set[str] = set()
     try:
-        listed = source.names()
+        listed = in_thread(source.names, source.path)
         names = [name for name in listed if name in own or not name.endswith(_WEIGHTS)]
         weights = {name for name in listed if name.endswith(".safetensors")}
     except CheckpointNotFound:
