@@ -958,6 +958,7 @@ def test_it_needs_no_torch_and_ends_with_its_process(checkpoint: Path) -> None:
     ("before", "then", "eased", "after"),
     [
         ("", "gdsload.load_file(source)", True, "as before"),
+        ("", "gdsload.load_file(source, cache='mapped')", True, "as before"),
         ("", "ahead.close()", True, "as before"),
         ("", "gc.set_threshold(5, 6, 0); gdsload.load_file(source)", True, (5, 6, 0)),
         ("gc.set_threshold(20_000)", "ahead.close()", False, "as before"),

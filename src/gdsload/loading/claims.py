@@ -29,7 +29,7 @@ from gdsload.planning.read_plan import ByteRange
 from gdsload.remote.urls import is_url, sources_of, split_file
 from gdsload.report import LoadReport
 from gdsload.system.cancellation import WAKE_SECONDS, check
-from gdsload.system.gc_control import collector_paused, imports_done
+from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 from gdsload.system.parallel import in_thread
 from gdsload.system.threads import SafeEvent
@@ -351,7 +351,6 @@ def claim_ranges(
     Raises:
         LoadCancelled: The load was cancelled.
     """
-    imports_done()
     claims: dict[str, Claim] = {}
     used: list[Offer] = []
     filled = _filled(checkpoint, stall_seconds, report, watch)

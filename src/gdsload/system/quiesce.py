@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from gdsload.errors import GdsloadError
 from gdsload.system import lifecycle
+from gdsload.system.gc_control import imports_done
 
 _POLL_SECONDS = 0.005
 
@@ -73,7 +74,9 @@ def quiesce(timeout: float = 30.0) -> None:
 
 @contextmanager
 def loading(source: str) -> Iterator[None]:
-    """A load, which `quiesce` waits for: from the opening of its files to its end."""
+    """A load, which `quiesce` waits for: from the opening of its files to its end. It ends what
+    `ease_imports` has begun: every load comes here."""
+    imports_done()
     work = _Load(source)
     with _gate:
         register(work)
