@@ -915,6 +915,35 @@ def test_callback_of_a_prefetch_waits_for_another_one_and_not_for_its_own(
     assert said == [None, True, True]
 
 
+def test_callback_of_a_prefetch_cannot_wait_for_one_that_relies_on_it(
+    checkpoint: Path, gate: Gate
+) -> None:
+    relying: list[prefetch.Prefetch] = []
+    refused_in: list[str] = []  # the states of those that it cannot wait for
+
+    def seen(event: object) -> None:
+        if isinstance(event, events.PhaseEnded) and event.phase == "read":
+            for one in relying:
+                with pytest.raises(GdsloadError, match="a callback of its prefetch cannot wait"):
+                    one.wait(PATIENCE_SECONDS)
+                refused_in.append(one.progress().state)
+
+    names = ["model.norm.weight"]
+    with (
+        gdsload.prefetch(checkpoint, names=names, backend="gated", on_event=seen, **READ) as ahead,
+        gdsload.prefetch(checkpoint, backend="gated", **READ) as whole,
+    ):
+        gate.request(1)  # of the rest
+        with gdsload.prefetch(checkpoint, **READ) as again:
+            await_reading(again)
+            relying += whole, again
+            gate.open()
+            assert ahead.wait(PATIENCE_SECONDS)
+            gate.open(1)
+            assert whole.wait(PATIENCE_SECONDS) and again.wait(PATIENCE_SECONDS)
+    assert refused_in == ["reading", "reading"]
+
+
 # Ctrl-C while the first of our native modules is imported, and then once more without it.
 INTERRUPTED_IMPORT = """
 import sys

@@ -442,12 +442,13 @@ class Prefetch(quiesce.Holder):
         Raises:
             GdsloadError: the error that ended the prefetch (CheckpointError, ReadError,
                 PlacementError, BackendUnavailable), or PrefetchCancelled after `cancel` or
-                `close`; also in a callback of this prefetch, whose thread reads.
+                `close`; also in a callback of this prefetch, or of one that reads a part for it:
+                their threads read.
         """
-        if self._thread is threading.current_thread() and not self._ended.is_set():
-            raise GdsloadError(f"{self.source}: a callback of its prefetch cannot wait for it")
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set():
+            if self._needs(threading.get_ident()):
+                raise GdsloadError(f"{self.source}: a callback of its prefetch cannot wait for it")
             left = WAKE_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
@@ -461,6 +462,14 @@ class Prefetch(quiesce.Holder):
         if not self._complete:
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         return True
+
+    def _needs(self, thread: int) -> bool:
+        """Whether it ends only after this thread has gone on: its own, or that of another prefetch
+        that reads a part of its ranges, directly or not."""
+        if self._ended.is_set():
+            return False
+        others = list(self._others) if self._state in (OPENING, READING) else []
+        return self._offer.filler == thread or any(other._needs(thread) for other in others)
 
     def cancel(self) -> None:
         """Ends the reads and frees the bytes that no load has claimed. A load that has claimed some
