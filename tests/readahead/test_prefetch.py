@@ -1076,6 +1076,38 @@ def test_bytes_that_no_load_takes_are_given_back(keep: bool, six: Path) -> None:
     assert bool((tensors["t3"] == 3).all())
 
 
+def test_bytes_that_arrive_after_the_load_that_left_them_are_given_back(
+    six: Path, gate: Gate
+) -> None:
+    requests = EACH // GatedBackend().limits().max_request
+    with gdsload.prefetch(six, backend="gated", **READ) as ahead:
+        gate.open(count=2 * requests)
+        tensors = gdsload.load_file(six, names=["t0"])
+        taken = tensors["t0"].data_ptr()
+        others = [taken + n * EACH for n in (1, 2, 3, 4, 5)]
+        gate.open()
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert [has_memory(address) for address in others] == [False] * len(others)
+    assert has_memory(taken)
+    assert bool((tensors["t0"] == 0).all())
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_bytes_of_a_range_that_was_read_in_part_are_given_back(
+    end: str, dropped: bool, six: Path, gate: Gate
+) -> None:
+    requests = EACH // GatedBackend().limits().max_request
+    with gdsload.prefetch(six, backend="gated", keep=not dropped, **READ) as ahead:
+        gate.open(count=2 * requests - 8)
+        tensors = gdsload.load_file(six, names=["t0"])
+        taken = tensors["t0"].data_ptr()
+        assert has_memory(taken + EACH)
+        getattr(ahead, end)()
+        assert not has_memory(taken + EACH)
+    assert has_memory(taken)
+
+
 def test_bytes_that_were_cast_are_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

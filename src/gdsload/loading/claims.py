@@ -103,6 +103,8 @@ class Offer:
         self._progress_time = time.monotonic()
         self._batch: PrefetchBatch | None = None
         self._free: dict[Identity, list[OfferedRange]] = {}
+        self._reading = True  # whether bytes may still arrive
+        self._late: list[OfferedRange] = []  # dropped while they were being read
 
     def fill(
         self,
@@ -133,15 +135,24 @@ class Offer:
                 for file in files:
                     self._give_back(self._batch, self._free.pop(file, ()))
 
+    def reads_ended(self) -> None:
+        """No more bytes arrive: frees what was dropped while it was being read."""
+        with self._lock:
+            self._reading = False
+            self._give_back(None, self._late)
+            self._late = []
+
     def _give_back(self, batch: PrefetchBatch | None, rows: Iterable[OfferedRange]) -> None:
-        """Frees the pages of ranges that were read and not claimed: a tensor in the same region
-        would keep them otherwise. Ranges that are still being read keep their pages."""
-        if self.device != "cpu" or batch is None:
+        """Frees the pages of ranges that nobody has claimed: a tensor in the same region would keep
+        them otherwise. Ranges that are still being read are freed by `reads_ended`."""
+        if self.device != "cpu":
             return
         for row in rows:
             if row.start == row.end or row.view is None or row.of_file:
                 continue
-            if batch.has_arrived(row.first, row.last):
+            if self._reading and not (batch and batch.has_arrived(row.first, row.last)):
+                self._late.append(row)
+            else:
                 row.view.give_back(row.end - row.start)
 
     def hurry(self) -> None:

@@ -273,6 +273,7 @@ class Prefetch(quiesce.Holder):
                 self._fill_offer(batch, ranges, session.device)
         finally:
             batch.release()
+            self._offer.reads_ended()
         self._await_others()
 
     def _await(self, batch: PrefetchBatch, stall_seconds: float) -> None:
@@ -489,6 +490,7 @@ class Prefetch(quiesce.Holder):
             batch = self._batch
         if batch is not None:
             batch.release()
+        self._offer.reads_ended()
         self._withdraw()
         imports_done()
 
