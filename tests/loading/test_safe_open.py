@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import threading
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,9 @@ def test_read_behind_the_end_of_a_file_does_not_say_where_it_is(tmp_path: Path, 
 
 @pytest.mark.parametrize("framework", ["pt", "np"])
 @pytest.mark.parametrize("read", ["tensor", "tensors", "rows", "index"])
+@pytest.mark.parametrize("prefetched", [False, True])
 def test_file_that_changes_while_it_is_copied_from_a_mapping_is_an_error(
-    path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, read: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, read: str, prefetched: bool
 ) -> None:
     reads = safetensors_file.safe_open._read
     columns = [0, 5] if framework == "pt" else slice(0, 5)
@@ -194,7 +196,11 @@ def test_file_that_changes_while_it_is_copied_from_a_mapping_is_an_error(
             file.write(b"abcd")
         return tensors
 
-    with gdsload.safe_open(path, framework, cache="mapped") as opened:
+    with ExitStack() as stack:
+        if prefetched:  # to a mapping, which the read takes over
+            stack.enter_context(gdsload.prefetch(path, cache="mapped")).wait()
+        cache = "auto" if prefetched else "mapped"
+        opened = stack.enter_context(gdsload.safe_open(path, framework, cache=cache))
         monkeypatch.setattr(safetensors_file.safe_open, "_read", written_after)
         calls: dict[str, Any] = {
             "tensor": lambda: opened.get_tensor("w"),
@@ -207,3 +213,4 @@ def test_file_that_changes_while_it_is_copied_from_a_mapping_is_an_error(
         else:
             with pytest.raises(FileChanged, match="it was written to"):
                 calls[read]()
+    assert ("prefetched" in gdsload.last_report().paths) == prefetched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +209,14 @@ def test_tensor_that_is_named_as_rows_of_a_large_one_is_its_own(tmp_path: Path) 
 
 @pytest.mark.parametrize("load", [gdsload.load_file, streamed])
 @pytest.mark.parametrize("index", [slice(0, 6, 2), (slice(None), 3)])
+@pytest.mark.parametrize("prefetched", [False, True])
 def test_file_that_changes_while_a_slice_is_copied_from_it_is_an_error(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Load, index: Any
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    load: Load,
+    index: Any,
+    prefetched: bool,
 ) -> None:
     file = tmp_path / "model.safetensors"
     shutil.copyfile(path, file)
@@ -221,5 +228,10 @@ def test_file_that_changes_while_a_slice_is_copied_from_it_is_an_error(
         return batch.assembled(*args)
 
     monkeypatch.setattr("gdsload.api.assembled", written_before)
-    with pytest.raises(FileChanged, match="it was written to"):
-        load(file, slices={"a": index}, names=["a"], cache="mapped")
+    with ExitStack() as stack:
+        if prefetched:  # to a mapping, which the load takes over
+            stack.enter_context(gdsload.prefetch(file, cache="mapped")).wait()
+        with pytest.raises(FileChanged, match="it was written to"):
+            cache = "auto" if prefetched else "mapped"
+            load(file, slices={"a": index}, names=["a"], cache=cache)
+    assert ("prefetched" in gdsload.last_report().paths) == prefetched

@@ -64,13 +64,14 @@ class OfferedRange(NamedTuple):
 
 class Claim(NamedTuple):
     """A range that a load has claimed, and the transfers that read it: those of the prefetch, or,
-    if it has lost the range, of the load."""
+    if it has lost the range, of the load. `of_file` is as for `OfferedRange`."""
 
     range: ByteRange
     view: BufferView | None
     batch: Batch
     first: int
     last: int
+    of_file: bool
 
     def state(self) -> str:
         """READING, READ or LOST."""
@@ -291,7 +292,8 @@ class Offer:
                 # An empty row stays: to remove the first of 100,000 rows moves all others. It has
                 # no view, which would keep the memory of a device.
                 self._free[file][index : index + 1] = left or [rest[0]._replace(view=None)]
-            return Claim(wanted, view, self._batch, found.first, found.last)
+            first, last = found.first, found.last
+            return Claim(wanted, view, self._batch, first, last, found.of_file)
 
 
 _lock = fork_safe_lock(sys.modules[__name__])

@@ -48,6 +48,7 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     import torch
 
+    from gdsload._native.cuda import Block
     from gdsload.loading.batch import Batch
     from gdsload.loading.integrity import Verifier
     from gdsload.memory.host_pool import HostPool
@@ -163,6 +164,8 @@ class Session(quiesce.Holder):
         self._maps = maps and settings.verify == "size" and verifier is None
         self._may_fill = settings.page_cache in ("auto", "fill") and self._maps and device == "cpu"
         self._mapped: dict[int, Region] = {}  # by shard
+        # Mappings of prefetches: `maps` needs them as long as tensors view them.
+        self._claimed_mappings: set[Region | Block] = set()
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
         self._offers: list[Offer] = []  # that ranges were claimed from
         # Also for a `safe_open` that nobody closes.
@@ -312,6 +315,8 @@ class Session(quiesce.Holder):
                 self.mapping_of(claim.range.shard), claim.range.offset
             )
             claims[name] = claim
+            if claim.of_file:
+                self._claimed_mappings.add(views[name].region)
         return views, claims
 
     def _can_map_claim(self, claim: Claim) -> bool:
@@ -443,10 +448,12 @@ class Session(quiesce.Holder):
         return fill.active(past_cache)
 
     def maps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor views a mapping of a shard, and takes no memory of its own."""
+        """Whether a tensor views a mapping of a shard, and takes no memory of its own. The mapping
+        may be one of a prefetch."""
+        mappings = [*self._mapped.values(), *self._claimed_mappings]  # other threads may read
         return tensor.is_cpu and any(
             region.address <= tensor.data_ptr() < region.address + region.length
-            for region in list(self._mapped.values())  # other threads may read
+            for region in mappings
         )
 
     def is_mapping(self, view: BufferView) -> bool:
@@ -474,6 +481,7 @@ class Session(quiesce.Holder):
             self._access.close(backend)
         finally:
             self._mapped.clear()
+            self._claimed_mappings.clear()
             self._pooled.clear()
 
     def close(self) -> None:
