@@ -2,8 +2,9 @@
 
 A load reports `LoadStarted` first and `LoadEnded` last. Between them it reports what its
 `LoadReport` has recorded since the last event: after each phase, and when the backend was opened or
-has read. Events come in the threads that work for the load, one at a time; the load waits for the
-callable, whose type is `OnEvent`. An exception of it is logged once and does not end the load.
+has read; the path "prefetched" just before the end. Events come in the threads that work for the
+load, one at a time; the load waits for the callable, whose type is `OnEvent`. An exception of it is
+logged once and does not end the load.
 """
 
 from __future__ import annotations

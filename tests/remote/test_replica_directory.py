@@ -246,6 +246,30 @@ def test_source_that_does_not_answer_is_left(
     gate.set()
 
 
+def test_source_that_hangs_is_left_if_the_other_cannot_be_listed(
+    memory: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a web server beside a directory of a mount that hangs."""
+    monkeypatch.setattr(replica_directory, "PATIENCE_SECONDS", 0.1)
+    gate = threading.Event()
+
+    def cannot_list(self: MemoryDirectory) -> list[str]:
+        raise CheckpointError(f"{self.path} cannot list its files")
+
+    def hang() -> None:
+        gate.wait(PATIENCE_SECONDS)
+
+    hanging, web = memory("mem://hangs"), memory("mem://web")
+    hanging.ask = hang
+    monkeypatch.setattr(web, "names", partial(cannot_list, web))
+    try:
+        assert_exact(gdsload.load_file(gdsload.replicas("mem://hangs", "mem://web")))
+    finally:
+        gate.set()
+    assert "mem://hangs" in str(gdsload.last_report().refusals)
+    assert web.files
+
+
 def test_manifest_that_no_source_sends_is_a_stall(
     memory: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:

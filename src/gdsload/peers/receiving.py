@@ -40,7 +40,7 @@ from gdsload.remote.replica_directory import LocalReplicaDirectory
 from gdsload.remote.urls import is_url, shown_source, split_file, without_secrets
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
-from gdsload.system.parallel import in_thread
+from gdsload.system.parallel import in_thread, note_progress
 from gdsload.system.threads import start_thread
 from gdsload.system.torch_thread import copying
 
@@ -230,7 +230,12 @@ def _names_of(directory: RemoteDirectory) -> set[str]:
     except CheckpointNotFound:
         raise
     except CheckpointError:  # it cannot be listed
-        return {name for name in USUAL_NAMES if directory.has(name)}
+        found = set()
+        for name in USUAL_NAMES:
+            if directory.has(name):
+                found.add(name)
+            note_progress()
+        return found
 
 
 def _small_files(
@@ -248,6 +253,7 @@ def _small_files(
     found: dict[str, bytes] = {}
     for name in sorted(names):
         found[name] = directory.read(name, SMALL_FILE_BYTES)
+        note_progress()
         if sum(map(len, found.values())) > SMALL_FILE_BYTES:
             path = directory.path_of(name)
             raise CheckpointError(

@@ -39,6 +39,7 @@ from gdsload.remote.nixl_reader import (
 )
 from gdsload.remote.urls import without_secrets
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.parallel import note_progress
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -277,6 +278,7 @@ class PeerDirectory(RemoteDirectory):
             answer, payload = connection.ask(op, reader=self._reader_name, **fields)
             if "wait" not in answer:
                 return answer, payload
+            note_progress()
             if answer["wait"] != arrived:
                 arrived, deadline = answer["wait"], time.monotonic() + TURN_SECONDS
         raise RemoteError(

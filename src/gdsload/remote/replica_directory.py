@@ -121,11 +121,23 @@ class ReplicaDirectory(RemoteDirectory):
                     answers[source] = answer
                     changed.notify_all()
 
+        def replied() -> bool:
+            """Whether all sources have, or one that works: with an answer, or with an error of
+            which the others may know better, such as that a web server cannot list."""
+            return (
+                bool(answers)
+                or len(errors) == len(asked)
+                or any(
+                    not (_is_down(error) or isinstance(error, CheckpointNotFound))
+                    for error in errors.values()
+                )
+            )
+
         for source in asked:
             if start_thread(partial(run, source), "gdsload-source") is None:
                 run(source)
         with lock:
-            changed.wait_for(lambda: answers or len(errors) == len(asked))  # in a caller's thread
+            changed.wait_for(replied)  # its callers limit this wait
             changed.wait_for(lambda: len(answers) + len(errors) == len(asked), PATIENCE_SECONDS)
             found = {source: answers[source] for source in asked if source in answers}
             failed = dict(errors)

@@ -179,7 +179,8 @@ def _load(
         note(report, STOCK, str(error))
         return load(None)
     except Misfit as misfit:
-        require_no_extra_files(files, extra_files)  # transformers would not find them
+        # transformers would not find them.
+        require_no_extra_files(files, extra_files, options.reading.stall_seconds)
         note(report, SAFE_OPEN, f"transformers' inner parts are not as expected: {misfit}")
         with _opening(options, report):
             return load(None)

@@ -83,7 +83,7 @@ def _checkpoint_of(
     """These files as one checkpoint. Of two files that hold a tensor the last one counts, as in
     transformers. A checkpoint that is open before is left open."""
     known, before = opened_as(files), open_checkpoint.get()
-    if known is not None and (found := with_extra_files(known, extra_files)):
+    if known is not None and (found := with_extra_files(known, extra_files, stall_seconds)):
         with Checkpoint.located(found, strict=False, stall_seconds=stall_seconds) as checkpoint:
             yield checkpoint
         return

@@ -80,7 +80,9 @@ def opened_as(files: Sequence[str]) -> Checkpoint | None:
     return current.checkpoints.get(tuple(os.path.normpath(file) for file in files))
 
 
-def with_extra_files(checkpoint: Checkpoint, names: Sequence[str]) -> CheckpointFiles | None:
+def with_extra_files(
+    checkpoint: Checkpoint, names: Sequence[str], stall_seconds: float
+) -> CheckpointFiles | None:
     """The files of a remote checkpoint and others in its directory; None if it has no others, or is
     that of an adapter.
 
@@ -91,7 +93,9 @@ def with_extra_files(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint
     asked = [name for name in names if name not in shards]
     if directory is None or not asked or shards == [_ADAPTER]:
         return None
-    extra = in_thread(lambda: [*filter(directory.has, asked)], directory.path)
+    extra = in_thread(
+        lambda: [*filter(directory.has, asked)], directory.path, stall_seconds=stall_seconds
+    )
     if not extra:
         return None
     return CheckpointFiles(
@@ -100,10 +104,12 @@ def with_extra_files(checkpoint: Checkpoint, names: Sequence[str]) -> Checkpoint
     )
 
 
-def require_no_extra_files(files: Sequence[str], names: Sequence[str]) -> None:
+def require_no_extra_files(
+    files: Sequence[str], names: Sequence[str], stall_seconds: float
+) -> None:
     """Raises CheckpointError if `with_extra_files` finds any for the checkpoint of these files."""
     known = opened_as(files)
-    if known is not None and with_extra_files(known, names):
+    if known is not None and with_extra_files(known, names, stall_seconds):
         raise CheckpointError(
             f"{known.source}: this version of transformers reads no files beside the checkpoint of"
             f" a URL ({', '.join(map(shown, names))}): load a copy in a directory"
