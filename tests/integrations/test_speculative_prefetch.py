@@ -270,9 +270,16 @@ def test_weights_that_fsdp_or_zero_3_distribute_are_not_prefetched(
 
 
 def test_failed_load_ends_the_prefetch(cold: Path) -> None:
-    (cold / "config.json").write_text("{")
-    with pytest.raises((OSError, ValueError)):
-        gdsload.from_pretrained(cold, cls=transformers.AutoModelForCausalLM)
+    started: list[Any] = []
+
+    class Broken(transformers.Qwen3ForCausalLM):
+        def __init__(self, config: Any) -> None:
+            started.extend(prefetches())
+            raise RuntimeError("no model")
+
+    with gdsload.accelerated(cache="direct"), pytest.raises(RuntimeError, match="no model"):
+        gdsload.from_pretrained(cold, cls=Broken, dtype="auto")
+    assert len(started) == 1
     assert prefetches() == []
 
 
@@ -290,7 +297,9 @@ def test_model_beside_an_adapter_is_not_prefetched(cold: Path) -> None:
 
 
 def test_weights_that_the_config_names_are_not_prefetched(cold: Path) -> None:
-    config = transformers.LlamaConfig(transformers_weights="a")
+    config = transformers.AutoConfig.from_pretrained(cold)
+    assert is_prefetched(cold, dtype="auto", config=config)
+    config.transformers_weights = "a"
     assert not is_prefetched(cold, dtype="auto", config=config)
 
 
@@ -309,17 +318,19 @@ def test_events_name_the_paths_of_the_report(cold: Path) -> None:
 
 
 def test_reads_of_a_load_that_fails_are_in_its_report(cold: Path) -> None:
-    class Broken:
-        _model_mapping = None
-
+    class Broken(transformers.Qwen3ForCausalLM):
         @classmethod
-        def from_pretrained(cls, source: Any, **_: Any) -> None:
+        def from_pretrained(cls, path: Any, **_: Any) -> Any:
             (ahead,) = prefetches()
-            ahead.wait(60.0)
+            assert ahead.wait(60.0)
             raise ValueError("no model")
 
-    with pytest.raises(ValueError, match="no model"):
-        gdsload.from_pretrained(cold, cls=Broken)
+    with gdsload.Checkpoint.open(cold) as checkpoint:
+        total = checkpoint.total_bytes
+    with gdsload.accelerated(cache="direct"), pytest.raises(ValueError, match="no model"):
+        gdsload.from_pretrained(cold, cls=Broken, dtype="auto")
     report = gdsload.last_report()
     assert report.failure == "ValueError: no model"
-    assert report.backend == "posix" and report.read_bytes > 0
+    assert report.backend == "posix"
+    assert report.read_bytes == sum(report.paths.values()) >= total
+    assert any(span.track == "head start" for span in report.spans)
