@@ -17,7 +17,10 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def run(*words: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words], prog_name="gdsload")
+    """Runs a command in this process. Raises what the command does not handle."""
+    return CliRunner().invoke(
+        main, [str(word) for word in words], catch_exceptions=False, prog_name="gdsload"
+    )
 
 
 def answer(*words: str | Path) -> Any:

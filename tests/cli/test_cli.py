@@ -428,7 +428,8 @@ def test_error_is_one_line_or_with_debug_a_traceback(
     result = run("load", tiny_checkpoint)
     assert (result.exit_code, result.stderr) == (1, "gdsload: a.safetensors: it changed\n")
     for words in (["--debug", "load", tiny_checkpoint], ["load", "--debug", tiny_checkpoint]):
-        assert isinstance(run(*words).exception, FileChanged)
+        with pytest.raises(FileChanged):
+            run(*words)
 
 
 def test_ctrl_c_exits_with_130(tiny_checkpoint: Path) -> None:
