@@ -112,7 +112,11 @@ def cold(folder: Path) -> Any:
             page_cache.evict(file)
     dist.barrier()
     ours = gdsload.load_file(folder, group=dist.group.WORLD)
-    return {**facts(ours, expected(folder)), "page_cache": gdsload.last_report().page_cache}
+    dist.barrier()
+    resident = sum(map(page_cache.resident_bytes, folder.glob("*.safetensors")))
+    dist.barrier()  # before a rank reads the files again
+    decided = gdsload.last_report().page_cache
+    return {**facts(ours, expected(folder)), "page_cache": decided, "resident_bytes": resident}
 
 
 def windows(folder: Path) -> Any:
@@ -542,7 +546,8 @@ def slow_prefetch(folder: Path) -> Any:
         claims.offer(offer)
         threading.Thread(target=compare).start()
     ours = gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=4)
-    return facts(ours, expected(folder))
+    waited = "wait for the prefetch" in gdsload.last_report().phases
+    return {**facts(ours, expected(folder)), "waited": waited}
 
 
 def missed(folder: Path) -> Any:

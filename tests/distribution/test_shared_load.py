@@ -102,6 +102,11 @@ def test_shared_load_reads_each_byte_once(
         assert received >= rank[case]["wanted_bytes"] - rank[case]["read_bytes"]
 
 
+def test_rank_that_waits_for_a_prefetch_is_waited_for(found: list[dict[str, Any]]) -> None:
+    waited = [rank["slow_prefetch"]["waited"] for rank in found]
+    assert waited == [number == 1 for number in range(len(found))]
+
+
 def test_ranks_of_one_group_meet_and_not_those_of_another_group(
     found: list[dict[str, Any]],
 ) -> None:
@@ -118,6 +123,8 @@ def test_shared_load_leaves_no_share_in_the_page_cache(
         pytest.skip(f"{checkpoint[0]}: its pages cannot be evicted (a filesystem in memory)")
     decided = [rank["cold"]["page_cache"] for rank in found]
     assert all(each.startswith("not filled: ") for each in decided), decided
+    # Headers are read through it, and bring the pages behind them.
+    assert max(rank["cold"]["resident_bytes"] for rank in found) < checkpoint[1] // 4
 
 
 def test_shared_load_per_node_reads_each_byte_once_on_every_node(
