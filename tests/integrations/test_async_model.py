@@ -177,12 +177,14 @@ def test_callback_may_cancel_its_load(source: Path) -> None:
 
 def test_timeout_cancels_the_load(source: Path) -> None:
     async def main() -> None:
-        await asyncio.wait_for(gdsload.afrom_pretrained(source), 0.05)
+        loading = asyncio.create_task(gdsload.afrom_pretrained(source))
+        await asyncio.to_thread(gate.request)
+        await asyncio.wait_for(loading, 0.01)
 
     with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):
         with pytest.raises((asyncio.TimeoutError, TimeoutError)):
             asyncio.run(main())
-        assert all(request.released for request in gate.requests)
+        assert gate.requests and all(request.released for request in gate.requests)
     assert not hooks.patcher.in_place
 
 
@@ -433,8 +435,12 @@ def test_model_of_a_failed_load_is_freed_without_the_collector(
                 file.write(b"more")
 
     async def main() -> list[Any]:
-        with suppress(error):
+        try:
             await gdsload.afrom_pretrained(source, on_module_ready=ready)
+        except error:
+            pass
+        else:
+            pytest.fail("the load succeeded")
         await asyncio.sleep(0)  # asyncio refers to the error until the task waits again
         return [module() for module in seen]
 

@@ -147,9 +147,11 @@ def test_passing_fault_of_any_request_is_survived(
 ) -> None:
     for number in REQUESTS[face]:
         server.restore()
+        server.forget()
         server.script(fault, first=number)
         found = bounded(lambda: FACES[face](server.url("s3", "model"), wanted))
         assert exact(found, wanted), f"{fault} at request {number}"
+        assert any(request.fault for request in server.requests)
 
 
 @pytest.mark.parametrize("face", FACES)

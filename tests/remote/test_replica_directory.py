@@ -144,6 +144,8 @@ def test_object_store_that_dies_is_replaced(
     object_server.script("503", path="*.safetensors", first=4, count=None)
     report = load(url, model, options={"request_bytes": 1 << 16})
     assert sum(report.paths.values()) == report.read_bytes
+    assert any(request.fault for request in object_server.requests)
+    assert report.failovers
 
 
 def test_failover_is_in_the_report_of_one_read(memory: Directories, model: Path) -> None:
