@@ -439,9 +439,11 @@ def test_options_for_a_device_are_left_out_of_reads_to_host_memory(model: Path) 
 
 
 def test_reader_ends_the_load_when_it_is_closed(model: Path) -> None:
+    before = gdsload.last_report()
     weights = WeightsReader({}).read(files_of(model), "cpu", log)
     next(weights)
     weights.close()  # type: ignore[attr-defined]
+    assert gdsload.last_report() is not before
     assert gdsload.last_report().tensors == len(WEIGHTS)
 
 

@@ -449,7 +449,8 @@ def test_failed_read_tells_which_tensors_are_complete(good: int, tmp_path: Path)
             real(self, *words, **named)
 
         patch.setattr(Batch, "wait", wait)
-        with pytest.raises(ReadError if good == 0 else PartialLoad, match="t") as caught:
+        text = rf"Input/output error \(tensor 't{good}'\)"
+        with pytest.raises(ReadError if good == 0 else PartialLoad, match=text) as caught:
             gdsload.load_into(targets, file, backend="gated", cache="buffered")
     for n in range(good):
         assert bool((targets[f"t{n}"] == n + 1).all())
