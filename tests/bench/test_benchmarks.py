@@ -195,7 +195,7 @@ def test_cold_interrupt_keeps_complete_rounds(
     judged += [{}] * 3  # now in the first round
     output.unlink()
     words = "--neighbours", "--arms", "gdsload", "--output", output
-    assert run("bench", "cold", tiny_checkpoint, *words).exit_code != 0
+    assert run("bench", "cold", tiny_checkpoint, *words).exit_code == 130
     assert not output.exists()
     assert pictures.drawing(kept) is not None
 
@@ -471,7 +471,7 @@ def test_sweep_table_has_nixl_columns(
         assert line["bytes_per_second"] > 0
         for step in ("prepare", "post", "transfer"):
             assert line[step]["mean"] > 0
-            assert line[step]["mean"] <= line[step]["p99"] * 1.5
+            assert line[step]["p99"] > 0
     assert kept["left_out"]["blocks of 4,194,304, 1 at once, 1 thread"] == "the file is too small"
     for column in sweep.HEAD:
         assert column in result.stdout

@@ -411,7 +411,8 @@ def test_kept_part_of_a_model_fills_the_page_cache_only_if_asked(
     make_cold(tmp_path / "model.safetensors")
     ours = gdsload.from_pretrained(tmp_path, dtype="auto", page_cache=asked)
     report = gdsload.last_report()
-    if report.integration == "hook":  # 4.57 merges nothing
+    if equal.NEW:  # 4.57 merges nothing
+        assert report.integration == "hook"
         assert report.fates["keep"] and report.fates["convert"]
         wanted = "filled: " if asked == "fill" else f"not filled: {MOSTLY_WRITTEN}"
         assert report.page_cache.startswith(wanted)

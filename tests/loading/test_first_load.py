@@ -21,10 +21,11 @@ SMALL = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
 # Modules, or beginnings of their names, that a load of a warm file to the CPU does without.
 UNUSED = (
     "dataclasses", "importlib.metadata", "psutil", "torch", "transformers",
-    "gdsload._native.block", "gdsload._native.cuda", "gdsload._native.cufile",
+    "gdsload._native.cuda", "gdsload._native.cufile",
     "gdsload._native.pump", "gdsload._native.stage", "gdsload.backends.auto",
     "gdsload.backends.cufile", "gdsload.backends.posix", "gdsload.backends.staging",
-    "gdsload.loading.device_batch", "gdsload.loading.torch_device",
+    "gdsload.loading.device_batch", "gdsload.loading.device_blocks",
+    "gdsload.loading.torch_device",
     "gdsload.memory.device_buffers", "gdsload.memory.host_pool", "gdsload.memory.staging_ring",
     "gdsload.planning.layer_order",
     "gdsload.planning.tensor_slices", "gdsload.readahead", "gdsload.system.gpu",

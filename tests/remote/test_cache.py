@@ -884,7 +884,11 @@ def test_entries_tell_what_is_there(tmp_path: Path) -> None:
     (entry,) = LocalCache(tmp_path).entries()
     assert (entry.url, entry.version, entry.size, entry.busy) == (file.url, '"1"', SIZE, True)
     assert 2 * BLOCK_BYTES <= entry.cached_bytes < SIZE
-    assert abs(entry.used - time.time()) < 60
+    (pieces,) = tmp_path.rglob("pieces")
+    os.utime(pieces, (1000, 1000))
+    assert [each.used for each in LocalCache(tmp_path).entries()] == [1000]
+    opened(tmp_path, file).close()
+    assert LocalCache(tmp_path).entries()[0].used > 1000
 
 
 # --- the command line ----------------------------------------------------------------------------
