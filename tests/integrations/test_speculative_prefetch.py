@@ -310,7 +310,7 @@ def test_files_that_may_not_be_mapped_are_not_prefetched(cold: Path) -> None:
 
 def test_events_name_the_paths_of_the_report(cold: Path) -> None:
     seen: list[events.Event] = []
-    gdsload.from_pretrained(cold, on_event=seen.append)
+    gdsload.from_pretrained(cold, dtype="auto", on_event=seen.append)
     used = [event.path for event in seen if isinstance(event, events.PathUsed)]
     report = gdsload.last_report()
     assert any(span.track == "head start" for span in report.spans)
