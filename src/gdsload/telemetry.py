@@ -34,6 +34,15 @@ _RATE_BUCKETS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2, 3, 5, 7, 10,
 _SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 
 
+def _label(name: str) -> str:
+    """A name of the report as a label: of a source its scheme, or "directory". Sources come and go,
+    and each label would be a series that stays."""
+    return " -> ".join(
+        part.partition("://")[0] if "://" in part else "directory" if part[:1] == "/" else part
+        for part in name.split(" -> ")
+    )
+
+
 def record_spans(tracer_provider: TracerProvider | None = None) -> Callable[[], None]:
     """Records an OpenTelemetry span for each load, with its phases as children.
 
@@ -180,10 +189,11 @@ def record_metrics(registry: CollectorRegistry | None = None) -> Callable[[], No
         cached.labels(kind).inc(report.cached_bytes)
         for phase, took in report.exclusive_phases().items():
             seconds_by.labels(kind, phase).inc(max(took, 0.0))
-        for name in {name.partition(" on ")[0] for name in report.refusals}:  # not each file
+        # Not each file and each source: labels must not grow in number.
+        for name in {_label(name.partition(" on ")[0]) for name in report.refusals}:
             refusals.labels(kind, name).inc()
         for backends, nbytes in report.failovers.items():
-            failovers.labels(kind, backends).inc(nbytes)
+            failovers.labels(kind, _label(backends)).inc(nbytes)
         retries.labels(kind).inc(report.retries)
         seconds.labels(kind).observe(report.seconds)
         if report.rate:

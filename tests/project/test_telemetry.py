@@ -157,6 +157,20 @@ def test_metrics_count_failures_refusals_failovers_and_retries(registry: Any) ->
     assert value("gdsload_refusals_total", load | {"name": "gds"}) == 1
 
 
+def test_labels_of_metrics_do_not_grow_with_the_sources(registry: Any) -> None:
+    report = LoadReport("model")
+    with report.whole():
+        for number in range(3):
+            peer = f"nixl://10.0.0.{number}:7700/m"
+            report.failovers[f"{peer} -> s3://bucket/m"] = 1
+            report.failovers[f"/models/{number} -> {peer}"] = 10
+            report.refusals[peer] = "it does not answer"
+    value, load = registry.get_sample_value, {"kind": "load"}
+    assert value("gdsload_failover_bytes_total", load | {"backends": "nixl -> s3"}) == 3
+    assert value("gdsload_failover_bytes_total", load | {"backends": "directory -> nixl"}) == 30
+    assert value("gdsload_refusals_total", load | {"name": "nixl"}) == 1
+
+
 def test_metrics_are_registered_once(registry: Any) -> None:
     with pytest.raises(ValueError, match="Duplicated"):
         telemetry.record_metrics(registry)
