@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -82,6 +83,20 @@ def test_exchange_does_not_break_a_graph_of_another_thread(
         assert len(tensors) == len(infos)
 
 
+@contextmanager
+def exchange_of(folder: Path, readers: Readers, window_bytes: int) -> Iterator[Exchange]:
+    """An exchange of all tensors between two ranks, on the host; it is closed if all went well."""
+    with (
+        Checkpoint.open(folder) as checkpoint,
+        Session(checkpoint, LoadReport(checkpoint.source), ReadSettings()) as session,
+    ):
+        infos = list(checkpoint.tensors.values())
+        layouts = [layout_of(info, [box_of(info, None)] * 2) for info in infos]
+        exchange = Exchange(cast(ReaderGroup, readers), session, layouts, window_bytes)
+        yield exchange
+        exchange.close()
+
+
 def test_rank_that_pauses_answers_until_the_last_window_and_not_after_it(
     tiny_checkpoint: Path,
 ) -> None:
@@ -98,19 +113,12 @@ def test_rank_that_pauses_answers_until_the_last_window_and_not_after_it(
         def finish(self) -> None:
             said.append("finished")
 
-    with (
-        Checkpoint.open(tiny_checkpoint) as checkpoint,
-        Session(checkpoint, LoadReport(checkpoint.source), ReadSettings()) as session,
-    ):
-        infos = list(checkpoint.tensors.values())
-        layouts = [layout_of(info, [box_of(info, None)] * 2) for info in infos]
-        exchange = Exchange(cast(ReaderGroup, Patient()), session, layouts, 1 << 12)
+    with exchange_of(tiny_checkpoint, Patient(), 1 << 12) as exchange:
         for number, _ in enumerate(exchange.windows()):
             before = len(said)
             exchange.stay_in_touch()
             if number == 0:
                 assert said[before:] == ["reading"]
-        exchange.close()
     assert said[-1] == "finished"
 
 
@@ -128,15 +136,10 @@ def test_rank_whose_load_is_cancelled_does_not_wait_on_for_a_slow_rank(
             return states if len(asked) == 1 else [None, None]
 
     with (
-        Checkpoint.open(tiny_checkpoint) as checkpoint,
-        Session(checkpoint, LoadReport(checkpoint.source), ReadSettings()) as session,
+        exchange_of(tiny_checkpoint, Slow(), 1 << 20) as exchange,
+        pytest.raises(LoadCancelled),
     ):
-        infos = list(checkpoint.tensors.values())
-        layouts = [layout_of(info, [box_of(info, None)] * 2) for info in infos]
-        exchange = Exchange(cast(ReaderGroup, Slow()), session, layouts, 1 << 20)
-        with pytest.raises(LoadCancelled):
-            load.run(list, exchange.windows())
-        exchange.close()
+        load.run(list, exchange.windows())
     assert asked == [None]
 
 

@@ -100,7 +100,7 @@ cdef struct CPump:
     int64_t shrunk_ns          # when the window last became smaller
     int in_flight
     pthread_mutex_t lock
-    pthread_cond_t wakeup        # for the pump's thread
+    pthread_cond_t wakeup      # for the pump's thread
     pthread_cond_t settled     # for threads that wait for reads
     pthread_t thread
     int running                # the thread was started

@@ -135,42 +135,27 @@ common = _options(
 )
 
 
-def _require_no_url(
-    kind: click.Path, value: Any, param: click.Parameter | None, ctx: click.Context | None
-) -> None:
-    """Refuses a URL, whose secrets other messages would show."""
-    if is_url(value):
-        kind.fail(f"{shown_source(value)} is a URL, and must be a local path", param, ctx)
+class Path(click.Path):
+    """A path; or a URL, which messages would show with its secrets, only with `urls`. The storage,
+    which may hang, is asked only if one kind of path is wanted. A file that this user may not read
+    is no wrong argument, and the library's error has a hint."""
 
-
-class AnyPath(click.Path):
-    """A path or a URL. Unlike click's, it asks no storage, which may hang."""
+    def __init__(self, *, urls: bool = False, **kind: Any) -> None:
+        super().__init__(readable=False, **kind)
+        self._urls = urls
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self.coerce_path_result(value)
-
-
-class LocalPath(AnyPath):
-    """A local path of any kind. It asks no storage either."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        _require_no_url(self, value, param, ctx)
+        if not self._urls and is_url(value):
+            self.fail(f"{shown_source(value)} is a URL, and must be a local path", param, ctx)
+        if self.file_okay and self.dir_okay:
+            return self.coerce_path_result(value)
         return super().convert(value, param, ctx)
 
 
-class PathOfKind(click.Path):
-    """A file or a directory, if it exists."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        _require_no_url(self, value, param, ctx)
-        return super().convert(value, param, ctx)
-
-
-PATH = AnyPath()
-LOCAL_PATH = LocalPath()
-# A file that this user may not read is no wrong argument, and the library's error has a hint.
-FILE = PathOfKind(dir_okay=False, readable=False)
-DIRECTORY = PathOfKind(file_okay=False, readable=False)
+PATH = Path(urls=True)
+LOCAL_PATH = Path()
+FILE = Path(dir_okay=False)
+DIRECTORY = Path(file_okay=False)
 source_of = _options(
     click.argument("source", type=PATH),
     click.option("--revision", help="Branch, tag or commit of a model in the hub's cache."),

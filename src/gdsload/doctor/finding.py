@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -85,10 +83,3 @@ _CONCLUSIONS = (
     "Only slower paths to DRAM work: see the lines above that are not yes.",
     "No path to DRAM works: no engine can read here.",
 )
-
-
-def read_text(root: str, path: str) -> str:
-    """The stripped text of a small file; "" if it cannot be read."""
-    with suppress(OSError), open(os.path.join(root, path), errors="replace") as file:
-        return file.read().strip()
-    return ""

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from gdsload.backends import tuning_cache
 from gdsload.backends.cufile import config, library
-from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
+from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import rings
 from gdsload.system import gpu
+from gdsload.system.kernel_files import read_text
 
 
 def findings(root: str = "/") -> list[Finding]:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 from gdsload._native import system
 from gdsload.backends.posix.backend import RING_BYTES
-from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
+from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 from gdsload.system.available import available_bytes
 from gdsload.system.capabilities import CAP_IPC_LOCK, has_capability
+from gdsload.system.kernel_files import read_text
 
 _DAMON, _DAMON_RECLAIM = "sys/kernel/mm/damon/admin", "sys/module/damon_reclaim/parameters"
 

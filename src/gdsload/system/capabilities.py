@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-from contextlib import suppress
+
+from gdsload.system.kernel_files import read_text
 
 CAP_FOWNER = 3
 CAP_IPC_LOCK = 14
@@ -19,14 +19,8 @@ def has_capability(number: int, root: str = "/") -> bool:
         number: Its number, such as `CAP_FOWNER`.
         root: The directory that stands for the machine's root.
     """
-    mapping = _text(root, "proc/self/uid_map").split()
-    effective = re.search(r"^CapEff:\s*(\w+)", _text(root, "proc/self/status"), re.MULTILINE)
+    mapping = read_text(root, "proc/self/uid_map").split()
+    effective = re.search(r"^CapEff:\s*(\w+)", read_text(root, "proc/self/status"), re.MULTILINE)
     if effective is None or mapping not in ([], _ALL_USERS):
         return False
     return bool(int(effective[1], 16) >> number & 1)
-
-
-def _text(root: str, path: str) -> str:
-    with suppress(OSError), open(os.path.join(root, path), errors="replace") as file:
-        return file.read()
-    return ""

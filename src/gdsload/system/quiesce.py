@@ -42,10 +42,9 @@ def quiesce(timeout: float = 30.0) -> None:
     the cuFile driver.
 
     Waits for loads and prefetches in progress, and for files of the local cache that are being
-    flushed. Memory that was read stays, in tensors and in
-    prefetches. An open `safe_open` or `Checkpoint` opens its files again when it is next used, or
-    with `resume`, and raises FileChanged if they have changed. Start no load in other threads
-    meanwhile.
+    flushed. Memory that was read stays, in tensors and in prefetches. An open `safe_open` or
+    `Checkpoint` opens its files again when it is next used, or with `resume`, and raises
+    FileChanged if they have changed. Start no load in other threads meanwhile.
 
     Args:
         timeout: seconds to wait.

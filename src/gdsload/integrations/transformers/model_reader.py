@@ -162,7 +162,7 @@ class ModelReader:
                     model,
                     load_config,
                     self.checkpoint.tensors,
-                    self._reached,
+                    self._read_device_of,
                     shared=self.options.group is not None,
                 )
             except (AttributeError, ImportError, LookupError, TypeError) as error:
@@ -215,7 +215,7 @@ class ModelReader:
             )
         self.plan = plan
 
-    def _reached(self, device: str) -> str:
+    def _read_device_of(self, device: str) -> str:
         if device not in self._devices:
             self._devices[device] = device_batch.read_device(device, self.options.reading.backend)
         return self._devices[device]

@@ -33,7 +33,6 @@ from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, part_ranges
 from gdsload.system import cancellation
-from gdsload.system.cancellation import WAKE_SECONDS
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -319,7 +318,7 @@ class ReadaheadQueue:
                         self.waited_seconds += waited
                         break
                 start = time.monotonic()
-                reads.await_slice(tensor_slice, WAKE_SECONDS)
+                reads.await_slice(tensor_slice, cancellation.WAKE_SECONDS)
                 waited += time.monotonic() - start
         except BaseException:
             with self._lock:
