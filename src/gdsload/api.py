@@ -340,7 +340,7 @@ def load_into(
         report.tensors = len(found.destinations)
         report.wanted_bytes = sum(each.wanted.nbytes for each in found.destinations)
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
-        state = into.WriteProgress(found.destinations, targets, found.missing)
+        state = into.WriteProgress(targets, found)
         # All are made before the first byte is written: a backend with a name or options opens.
         sessions = []
         for where, group in by_device.items():
@@ -349,7 +349,7 @@ def load_into(
             nbytes = sum(each.wanted.slice.nbytes for each in group)
             opened = open_session(checkpoint, report, how, name, nbytes, verifier)
             sessions.append((stack.enter_context(opened), group))
-        with into.partial_errors(checkpoint.source, state, found.aliases):
+        with into.partial_errors(checkpoint.source, state):
             for session, group in sessions:
                 into.write_all(session, group, state, advance)
                 session.quiesce()  # the next one may need its descriptors

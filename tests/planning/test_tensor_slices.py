@@ -19,8 +19,8 @@ from gdsload.planning.tensor_slices import (
     MAX_RANGES,
     PartName,
     TensorSlice,
-    common_base,
     part_ranges,
+    read_the_same,
     rows_of,
     slice_of,
     wanted_tensors,
@@ -104,29 +104,22 @@ def test_column_slice_skips_only_large_gaps() -> None:
     assert len(slice_of(many, (slice(None), slice(0, 8))).parts) == 1
 
 
-def test_slices_of_the_same_bytes_have_a_common_base() -> None:
-    tensor = torch.arange(48).to(torch.int16).view(4, 12)
-    info, rows = info_of(tensor), slice(1, 3)
-    slices = [slice_of(info, (rows, slice(start, start + 2))) for start in (0, 6)]
-    base = common_base(slices)
-    assert base is not None and base.nbytes == 2 * 12 * 2
-    assert base.key not in {one.key for one in slices}
-    for one, start in zip(slices, (0, 6), strict=True):
-        assert torch.equal(assembled(tensor, base)[one.index], tensor[rows, start : start + 2])
+def test_columns_of_the_same_rows_are_read_from_the_same_bytes() -> None:
+    info, rows = info_of(torch.empty(4, 12)), slice(1, 3)
+    assert read_the_same([slice_of(info, (rows, slice(start, start + 2))) for start in (0, 6)])
 
 
-def test_slices_without_a_common_base_are_read_by_themselves() -> None:
+def test_slices_of_other_bytes_are_not_read_from_the_same() -> None:
     near = info_of(torch.empty(4, 12))
     columns = slice_of(near, (slice(None), slice(0, 2)))
     far = TensorInfo("w", "U8", (2, 4 * GAP_BYTES), 0, 8, 8 * GAP_BYTES)
     ranges = [slice_of(far, (slice(None), slice(start, start + 8))) for start in (0, 8)]
     for slices in (
-        [columns],
         [columns, slice_of(near, (slice(0, 2), slice(0, 2)))],
         [columns, whole(near)],
         ranges,
     ):
-        assert common_base(slices) is None
+        assert not read_the_same(slices)
 
 
 def test_equal_slices_have_equal_keys() -> None:

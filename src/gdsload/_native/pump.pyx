@@ -373,7 +373,7 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
     return IDLE_WAIT_NS if left else ALONE_WAIT_NS
 
 
-cdef void wait_for_news(CPump *self, int64_t wait_ns) noexcept nogil:
+cdef void wait_for_wakeup(CPump *self, int64_t wait_ns) noexcept nogil:
     cdef timespec until
     deadline_in(&until, wait_ns)
     pthread_cond_timedwait(&self.wakeup, &self.lock, &until)
@@ -434,7 +434,7 @@ cdef void *serve(void *arg) noexcept nogil:
             if self.closing and self.first == NULL:
                 break
             wait_ns = PARKED_WAIT_NS if self.first == NULL else self.idle_wait_ns
-            wait_for_news(self, min(wait_ns, <int64_t>IDLE_WAIT_NS) if given_up else wait_ns)
+            wait_for_wakeup(self, min(wait_ns, <int64_t>IDLE_WAIT_NS) if given_up else wait_ns)
             continue
         wait_ns = poll_timeout(self, &wanted, &cancelled)
         if cancelled and cancels_sent != self.cancelled:
@@ -451,7 +451,7 @@ cdef void *serve(void *arg) noexcept nogil:
             self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
         if pause:
-            wait_for_news(self, BACK_OFF_NS)
+            wait_for_wakeup(self, BACK_OFF_NS)
     pthread_mutex_unlock(&self.lock)
     if self.engine != NULL:
         self.ops.close(self.engine)

@@ -12,7 +12,7 @@ VRAM all bytes pass a staging ring anyway. Not responsible for checking destinat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set as AbstractSet
 from contextlib import contextmanager
 from itertools import product
 
@@ -20,7 +20,7 @@ from gdsload.backends.base import Memory
 from gdsload.errors import FileChanged, GdsloadError, PartialLoad, StallError, listed, shown
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import Claim
-from gdsload.loading.destinations import MOST_NAMED, Destination
+from gdsload.loading.destinations import MOST_NAMED, Destination, Matched
 from gdsload.loading.session import Session
 from gdsload.loading.window_writer import CopyPart, WindowWriter
 from gdsload.memory import late_copies
@@ -75,16 +75,14 @@ class TargetBatch(Batch):
 
 
 @contextmanager
-def partial_errors(
-    source: str, progress: WriteProgress, aliases: Mapping[str, str]
-) -> Iterator[None]:
+def partial_errors(source: str, progress: WriteProgress) -> Iterator[None]:
     """Around a load. An error of it is raised as a `PartialLoad` if anything was written before."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, FileChanged):
             progress.file_changed()
-        partial = _partial_load(source, error, progress, aliases)
+        partial = _partial_load(source, error, progress)
         if partial is None:
             raise
         if isinstance(error, Exception):
@@ -97,11 +95,9 @@ def partial_errors(
         raise
 
 
-def _partial_load(
-    source: str, error: BaseException, progress: WriteProgress, aliases: Mapping[str, str]
-) -> PartialLoad | None:
+def _partial_load(source: str, error: BaseException, progress: WriteProgress) -> PartialLoad | None:
     """The error for a load that failed in the middle; None if nothing was written before."""
-    states = progress.by_target(aliases)
+    states = progress.by_target()
     names = {
         state: tuple(name for name in states if states[name] == state)
         for state in (COMPLETE, UNDEFINED, UNCHANGED)
@@ -120,16 +116,11 @@ def _partial_load(
 class WriteProgress:
     """Which destinations of a load are complete, undefined or unchanged."""
 
-    def __init__(
-        self,
-        destinations: Sequence[Destination],
-        targets: Iterable[str] = (),
-        missing: Iterable[str] = (),
-    ) -> None:
-        """`targets`: the names of all; `missing`: of those that are not wholly written to."""
-        self._state = {each.wanted.info.name: UNCHANGED for each in destinations}
-        self._destinations = destinations
-        self._targets, self._missing = tuple(targets), frozenset(missing)
+    def __init__(self, targets: Iterable[str], matched: Matched) -> None:
+        """`targets`: the names of all, also of those that nothing is written to."""
+        self._state = {each.wanted.info.name: UNCHANGED for each in matched.destinations}
+        self._targets, self._matched = tuple(targets), matched
+        self._missing = frozenset(matched.missing)
 
     def set(self, destination: Destination, state: str) -> None:
         self._state[destination.wanted.info.name] = state
@@ -140,13 +131,13 @@ class WriteProgress:
             if state != UNCHANGED:
                 self._state[name] = UNDEFINED
 
-    def by_target(self, aliases: Mapping[str, str]) -> dict[str, str]:
+    def by_target(self) -> dict[str, str]:
         """The state of each target. One that is written in parts is undefined between them, and one
         of which only parts are loaded is never complete."""
         found: dict[str, set[str]] = {name: set() for name in self._targets}
-        for each in self._destinations:
+        for each in self._matched.destinations:
             found.setdefault(each.name, set()).add(self._state[each.wanted.info.name])
-        for name, other in aliases.items():
+        for name, other in self._matched.aliases.items():
             found.setdefault(name, set()).update(found.get(other, ()))
         return {name: self._of_parts(name, states) for name, states in found.items()}
 

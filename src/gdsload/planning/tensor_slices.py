@@ -82,18 +82,14 @@ def part_ranges(slices: Iterable[TensorSlice]) -> list[ByteRange]:
     return ranges_of(part for each in slices for part in each.parts)
 
 
-def common_base(slices: Sequence[TensorSlice]) -> TensorSlice | None:
-    """What several slices of a tensor are read from, each by its `index` in memory. None if they
-    are of different bytes, or there is only one."""
-    if len(slices) < 2 or any(one.index is None for one in slices):
-        return None
-    bases = {
-        one._replace(key="", parts=tuple(part._replace(name="") for part in one.parts), index=None)
-        for one in slices
-    }
-    if len(bases) > 1:
-        return None
-    return slices[0]._replace(key=PartName(slices[0].key, " and others"), index=None)
+def read_the_same(slices: Iterable[TensorSlice]) -> bool:
+    """Whether these slices of a tensor are read from the same bytes, each by its `index`."""
+    read = set()
+    for one in slices:
+        if one.index is None:
+            return False
+        read.add((one.shape, *(part._replace(name="") for part in one.parts)))
+    return len(read) < 2
 
 
 def whole(info: TensorInfo) -> TensorSlice:

@@ -13,7 +13,6 @@ import sys
 import time
 from base64 import b64encode
 from collections.abc import Collection, Iterator
-from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -26,6 +25,7 @@ from gdsload.errors import (
     CheckpointUnreadable,
     FileChanged,
     extra_hint,
+    without_traceback,
 )
 from gdsload.remote.directory import RemoteDirectory, is_file_name
 from gdsload.remote.file import HEAD_BYTES, RemoteFile
@@ -161,7 +161,7 @@ class ObjectDirectory(RemoteDirectory):
         self._names: frozenset[str] | None = None
         # A copy: the traceback of an error refers to this object, and such a cycle would keep its
         # connections open until the garbage is collected.
-        self._list_error: CheckpointError | None = None
+        self._list_error: BaseException | None = None
         self._lock = fork_safe_lock(self)
 
     @property
@@ -185,12 +185,12 @@ class ObjectDirectory(RemoteDirectory):
     def names(self) -> Collection[str]:
         with self._lock:
             if self._list_error is not None:
-                raise copy(self._list_error)
+                raise without_traceback(self._list_error)
             if self._names is None:
                 try:
                     self._names = self._list()
                 except CheckpointError as error:
-                    self._list_error = copy(error)
+                    self._list_error = without_traceback(error)
                     raise
             return self._names
 
@@ -226,7 +226,7 @@ class ObjectDirectory(RemoteDirectory):
             except Exception as failed:
                 error = self.open_error(self.path_of(name), failed)
                 if isinstance(error, CheckpointAccessError):
-                    self._list_error = copy(error)
+                    self._list_error = without_traceback(error)
                 elif not isinstance(error, CheckpointNotFound):
                     # A range of an empty file is refused.
                     if not _was_repeated(started) and self._facts_of_empty(name) is not None:

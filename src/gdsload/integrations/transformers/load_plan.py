@@ -31,7 +31,7 @@ from gdsload.integrations.transformers.parameter_buffers import (
 )
 from gdsload.integrations.transformers.tied_weights import twin_pairs
 from gdsload.planning.read_plan import FILE_ORDER
-from gdsload.planning.tensor_slices import PartName, TensorSlice, common_base, slice_of, whole
+from gdsload.planning.tensor_slices import PartName, TensorSlice, read_the_same, slice_of, whole
 from gdsload.system.device_name import device_name
 
 SKIP, KEEP, CONVERT = "skip", "keep", "convert"
@@ -273,7 +273,7 @@ class _Planner:
         ranks share the reads, also what lies between them: each would read the others alone."""
         share, info, boxes = self._slices[key], self._infos[key], self.plan.boxes
         found = {one.key: boxes[one.key][1] for one in share if one.key in boxes}
-        if len(found) < max(len(share), 2) or not (self._shared or common_base(share)):
+        if len(found) < max(len(share), 2) or not (self._shared or read_the_same(share)):
             return share
         hull = tuple(
             (min(low for low, _ in ends), max(high for _, high in ends))
