@@ -9,6 +9,7 @@ every byte of every tensor is touched before the clock stops. Exits with 1 if a 
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import os
@@ -60,10 +61,16 @@ def files() -> list[Path]:
 
 
 def make_checkpoint() -> None:
+    DIRECTORY.parent.mkdir(parents=True, exist_ok=True)
+    with (DIRECTORY.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another `make demo` may be writing it
+        write_checkpoint()
+
+
+def write_checkpoint() -> None:
     if checkpoints.holds(DIRECTORY, MODEL):
         return
     shutil.rmtree(DIRECTORY, ignore_errors=True)
-    DIRECTORY.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(DIRECTORY.parent).free
     if free < DISK_BYTES:
         sys.exit(
