@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
@@ -1111,6 +1112,81 @@ def test_bytes_of_a_range_that_was_read_in_part_are_given_back(
         getattr(ahead, end)()
         assert not has_memory(taken + EACH)
     assert has_memory(taken)
+
+
+@pytest.mark.parametrize("end", ["cancel", "close", "fail"])
+def test_bytes_that_a_prefetch_has_lost_are_given_back_by_the_load_that_claimed_them(
+    end: str, six: Path, gate: Gate, claimed: threading.Event
+) -> None:
+    requests = EACH // GatedBackend().limits().max_request
+    loaded: dict[str, torch.Tensor] = {}
+    ahead = gdsload.prefetch(six, backend="gated", **READ)
+    gate.open(count=2 * requests - 8)
+    loader = threading.Thread(
+        target=lambda: loaded.update(gdsload.load_file(six, names=["t0", "t1"], **READ))
+    )
+    loader.start()
+    assert claimed.wait(PATIENCE_SECONDS)
+    if end == "fail":
+        gate.open(count=1, error=errno.EIO)
+        gate.open()  # the others go on
+    else:
+        getattr(ahead, end)()
+    loader.join(PATIENCE_SECONDS)
+    ahead.close()
+    taken = loaded["t0"].data_ptr()
+    assert loaded["t1"].data_ptr() != taken + EACH, "it was read anew"
+    assert has_memory(taken) and not has_memory(taken + EACH)
+    assert [bool((loaded[f"t{n}"] == n).all()) for n in (0, 1)] == [True, True]
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_bytes_that_a_closed_stream_has_claimed_are_given_back(
+    arrived: bool, six: Path, gate: Gate
+) -> None:
+    requests = EACH // GatedBackend().limits().max_request
+    with gdsload.prefetch(six, backend="gated", **READ) as ahead:
+        gate.open(count=None if arrived else 2 * requests - 8)
+        stream = gdsload.stream(six, window_bytes=EACH)
+        _, first = next(stream)
+        taken = first.data_ptr()
+        assert has_memory(taken + EACH), "the next window"
+        stream.close()  # type: ignore[attr-defined]
+        if not arrived:
+            gate.open()
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert has_memory(taken) and not has_memory(taken + EACH)
+    assert bool((first == 0).all())
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_bytes_that_a_failed_load_has_claimed_are_given_back(
+    into: bool, six: Path, gate: Gate
+) -> None:
+    names = ["t1", "t2"]
+    targets = {name: torch.empty(EACH, dtype=torch.uint8) for name in names}
+    load_them = partial(gdsload.load_into, targets) if into else gdsload.load_file
+    with gdsload.prefetch(six, names=["t0", "t1"], backend="gated", keep=True, **READ) as ahead:
+        gate.open()
+        assert ahead.wait(PATIENCE_SECONDS)
+        tensors = gdsload.load_file(six, names=["t0"])
+        taken = tensors["t0"].data_ptr()
+        assert has_memory(taken + EACH)
+        errors: list[BaseException] = []
+
+        def load() -> None:
+            try:
+                load_them(six, names=names, backend="gated", **READ)
+            except ReadError as error:
+                errors.append(error)
+
+        loader = threading.Thread(target=load)
+        loader.start()
+        gate.request(1)
+        gate.open(1, error=errno.EIO)
+        loader.join(PATIENCE_SECONDS)
+        assert len(errors) == 1
+        assert has_memory(taken) and not has_memory(taken + EACH)
 
 
 def test_bytes_that_were_cast_are_given_back(

@@ -115,6 +115,7 @@ class Batch:
         self.plan = plan
         self.views = views
         self.claims = claims
+        self._taken_over: list[ByteRange] = []  # that were claims
         self._make_tensors(slices)
         self._memory: list[Registration] = []
         # Tells the host pool, once, whether all bytes have arrived in the memory that it lent.
@@ -251,6 +252,7 @@ class Batch:
             self._post_anew()
             return False
         del self.claims[name]
+        self._taken_over.append(claim.range)
         if not anew:
             self.session.count_bytes("prefetched", claim.range.nbytes)
         elif claim.batch.complete:
@@ -267,6 +269,7 @@ class Batch:
         ]
         for name in lost:  # their memory may be needed for them again
             self.views.pop(name, None)
+            self.claims[name].give_back()
             self.claims[name] = self.claims[name]._replace(view=None)
         plan = self.session.plan([self.claims[name].range for name in lost])
         batch = Batch(self.session, plan, {}, {})
@@ -438,8 +441,22 @@ class Batch:
         """Ends all reads, finished or not. May be called again."""
         try:
             release_all(self._anew)
+            self._free_prefetched()
         finally:
             self._end_request()
+
+    def _free_prefetched(self) -> None:
+        """Frees the pages of prefetched ranges that became no tensors: others that did may lie in
+        the same memory."""
+        views = self.views
+        if not views:
+            return
+        for name, claim in self.claims.items():
+            if views.pop(name, None) is not None:
+                claim.give_back()
+        for name, _, _, nbytes in self._taken_over:
+            if (view := views.pop(name, None)) is not None:
+                view.give_back(nbytes)
 
     def _forget_pages(self) -> None:
         """After a disk has failed, leaves no pages of its file that a later load could map."""

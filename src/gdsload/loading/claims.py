@@ -72,6 +72,7 @@ class Claim(NamedTuple):
     first: int
     last: int
     of_file: bool
+    offer: Offer
 
     def state(self) -> str:
         """READING, READ or LOST."""
@@ -80,6 +81,10 @@ class Claim(NamedTuple):
     def wait_for(self, seconds: float) -> None:
         """Waits until the bytes have been read or lost, at most this long."""
         self.batch.wait_for(self.first, self.last, seconds)
+
+    def give_back(self) -> None:
+        """Frees the pages of the range: the load makes no tensor of them."""
+        self.offer.take_back(self)
 
 
 class Offer:
@@ -136,6 +141,14 @@ class Offer:
                 for file in files:
                     self._give_back(self._batch, self._free.pop(file, ()))
 
+    def take_back(self, claim: Claim) -> None:
+        """Frees the pages of a claimed range, which becomes no tensor."""
+        start, nbytes = claim.range[2:]
+        _, view, _, first, last, of_file, _ = claim
+        row = OfferedRange(start, start + nbytes, view, first, last, of_file)
+        with self._lock:
+            self._give_back(self._batch, [row])
+
     def reads_ended(self) -> None:
         """No more bytes arrive: frees what was dropped while it was being read."""
         with self._lock:
@@ -144,7 +157,7 @@ class Offer:
             self._late = []
 
     def _give_back(self, batch: PrefetchBatch | None, rows: Iterable[OfferedRange]) -> None:
-        """Frees the pages of ranges that nobody has claimed: a tensor in the same region would keep
+        """Frees the pages of ranges that become no tensors: a tensor in the same region would keep
         them otherwise. Ranges that are still being read are freed by `reads_ended`."""
         if self.device != "cpu":
             return
@@ -293,7 +306,7 @@ class Offer:
                 # no view, which would keep the memory of a device.
                 self._free[file][index : index + 1] = left or [rest[0]._replace(view=None)]
             first, last = found.first, found.last
-            return Claim(wanted, view, self._batch, first, last, found.of_file)
+            return Claim(wanted, view, self._batch, first, last, found.of_file, self)
 
 
 _lock = fork_safe_lock(sys.modules[__name__])

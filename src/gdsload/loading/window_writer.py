@@ -257,11 +257,11 @@ class WindowWriter:
         """Ends all reads and releases their memory. May be called again."""
         batches = [batch for batch, _ in self._in_flight]
         self._in_flight.clear()
-        for batch in batches:
-            batch.views.clear()
         try:
             release_all(batches)
         finally:
+            for batch in batches:
+                batch.views.clear()
             self._pool.close()
 
 
