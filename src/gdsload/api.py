@@ -174,7 +174,8 @@ def load_file(
         variant: Such as "fp16", for model.fp16.safetensors.
         cache_dir: For a model of the hub: the hub cache; None: as HF_HUB_CACHE or HF_HOME say. For
             a URL: a directory in which its files are kept for later loads; None: they are not.
-        strict: Whether an index that contradicts its shards is an error.
+        strict: Whether it is an error if an index contradicts its shards, or two shards have the
+            same tensor. Otherwise the last of them counts, as for transformers.
         header_limit: Largest accepted header, in bytes.
 
     Returns:

@@ -125,8 +125,8 @@ class Checkpoint(quiesce.Holder):
                 a directory in which its files are kept for later loads; None: they are not.
             strict: Whether to raise an error if the index names a tensor that its shard does not
                 have, or if two shards have the same tensor. With False such entries of the index
-                are ignored, and of two shards the shard in the index (else the last) counts.
-                Tensors that are not in the index are loaded in both cases, as by transformers.
+                are ignored, and of two shards the last counts, as for transformers. Tensors that
+                are not in the index are loaded in both cases, also as by transformers.
             header_limit: The largest size of a header and of the index in bytes.
             stall_seconds: Seconds without an answer of the storage after which an operation fails.
 
@@ -576,10 +576,8 @@ def _merged(
 ) -> dict[str, TensorInfo]:
     """All tensors of all shards, compared with the index."""
     tensors: dict[str, TensorInfo] = {}
-    weight_map = files.weight_map or {}
     for shard, header in zip(shards, headers, strict=True):
         if not tensors.keys().isdisjoint(header):
-            header = dict(header)
             for name in [name for name in header if name in tensors]:
                 other = shards[tensors[name].shard]
                 if strict:
@@ -588,11 +586,10 @@ def _merged(
                         path=shard.path,
                         tensor=name,
                     )
-                # Deleted, so that the tensor that counts is at the position of its own shard.
-                del (header if weight_map.get(name) == other.name else tensors)[name]
+                del tensors[name]  # so that the one that counts is at the position of its shard
         tensors.update(header)
     if strict:
-        for name, wanted in weight_map.items():
+        for name, wanted in (files.weight_map or {}).items():
             info = tensors.get(name)
             if info is None or shards[info.shard].name != wanted:
                 found = f"{shards[info.shard].name} has it" if info else "no shard has it"

@@ -152,9 +152,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         checkpoints: dict[tuple[str, ...], Checkpoint] = {}
 
         def add(where: str, inside: str = "", **parts: Any) -> Checkpoint:
-            found = in_thread(partial(find, where, **parts), source.path)
-            # As transformers, it does not look into the index for the shard of a tensor.
-            files = found._replace(weight_map=None)
+            files = in_thread(partial(find, where, **parts), source.path)
             checkpoint = stack.enter_context(Checkpoint.located(files, strict=False))
             paths, remote = _placed(checkpoint, joined(directory, inside), folder / inside)
             checkpoints[paths] = checkpoint
