@@ -67,7 +67,8 @@ def quiesce(timeout: float = 30.0) -> None:
                     holder.quiesce()
                 return
         if time.monotonic() >= deadline:
-            raise GdsloadError(f"cannot quiesce: {'; '.join(reasons)}")
+            # A load is busy, and so is its session: the reason is the same.
+            raise GdsloadError(f"cannot quiesce: {'; '.join(dict.fromkeys(reasons))}")
         time.sleep(_POLL_SECONDS)
 
 
