@@ -579,6 +579,25 @@ def test_direct_reads_that_fail_tell_the_error_of_the_system(
     assert caught.value.errno == errno.EMFILE
 
 
+def test_direct_reads_without_proc_do_not_call_the_file_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(1 << 20)}, path)
+    real = os.open
+
+    def without_proc(name: Any, *words: Any, **named: Any) -> int:
+        if str(name).startswith("/proc/"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return real(name, *words, **named)
+
+    monkeypatch.setattr(os, "open", without_proc)
+    with pytest.raises(ReadError, match="/proc is not mounted") as caught:
+        gdsload.load_file(path, cache="direct")
+    assert "No such file" not in str(caught.value)
+    assert gdsload.load_file(path, page_cache="keep")["w"].sum() == 1 << 20
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_warm_file_is_mapped_unless_its_pages_may_still_be_read(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, busy: bool

@@ -396,6 +396,8 @@ def _reopened(shard: Shard) -> _Direct:
     try:
         fd = shard.reopen_direct()
     except OSError as error:
-        why = f"it cannot be opened for direct I/O: {error.strerror}"
+        # By its descriptor: not the file is missing then.
+        cause = "/proc is not mounted" if error.errno == errno.ENOENT else error.strerror
+        why = f"it cannot be opened for direct I/O: {cause}"
         return _Direct(None, block, why, error.errno or 0)
     return _Direct(fd, block, "its filesystem does no direct I/O" if fd is None else "")
