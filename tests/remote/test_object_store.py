@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import gdsload
 from gdsload import Checkpoint
 from gdsload.errors import (
     BackendUnavailable,
@@ -372,6 +373,8 @@ def test_removed_object_is_final(object_server: ObjectServer, large: Path) -> No
         ("http://localhost:80/a@b", None),
         ("https://first.last:12/word@host/a", "https://..."),
         ("https://host/a?GoogleAccessId=a@b", "https://host/a"),
+        ("replica://https://user:word@host/a|./a", "replica://..."),
+        ("s3://http://user:word@host:9000/a", "s3://..."),
         ("s3://bucket/a@b", None),
         ("org/model", None),
     ],
@@ -407,12 +410,16 @@ def test_errors_have_no_secrets(object_server: ObjectServer) -> None:
         lambda: Checkpoint.open("nixl://user:word"),
         lambda: Checkpoint.open("https://user:word@host/m\0"),
         lambda: Checkpoint.open("https://user:word@host/m\ud800"),
+        # A URL in the place of another argument.
+        lambda: gdsload.load_file("model", variant="https://user:word@host/m?sig=hidden"),
+        lambda: gdsload.load_file("model", cache="https://user:word@host/m?sig=hidden"),
+        lambda: gdsload.prefetch("model", tier="https://user:word@host/m?sig=hidden"),
     ],
 )
 def test_errors_about_sources_that_are_none_have_no_secrets(
     open_source: Callable[[], object],
 ) -> None:
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ValueError) as caught:
         open_source()
     assert "word" not in str(caught.value)
     assert "hid" not in str(caught.value)

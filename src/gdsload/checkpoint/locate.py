@@ -113,7 +113,7 @@ def locate(
     title = path_text(source)
     subfolder = relative(os.fspath(subfolder or ""), "subfolder")
     if variant is not None and not re.fullmatch(r"[\w.-]+", variant):
-        raise CheckpointError(f"{shown(variant)} is not the name of a variant")
+        raise CheckpointError(f"{shown(shown_source(variant))} is not the name of a variant")
     if is_url(title):
         return _from_url(title, subfolder, variant, cache_dir, limit)
     directory = title

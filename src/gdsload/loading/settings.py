@@ -97,7 +97,7 @@ def _replaced(backend: str, cache: str) -> tuple[str, str]:
 
 def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
+        raise ValueError(f"{name}={shown_source(value)!r} must be one of {', '.join(known)}")
 
 
 def _require_stall_seconds(stall_seconds: float) -> None:

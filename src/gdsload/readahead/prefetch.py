@@ -662,7 +662,7 @@ def prefetch(
         >>> model = gdsload.from_pretrained("model", device_map="cuda:0")
     """
     if tier not in TIERS:
-        raise ValueError(f"tier={tier!r} must be one of {', '.join(TIERS)}")
+        raise ValueError(f"tier={shown_source(tier)!r} must be one of {', '.join(TIERS)}")
     if tier == "pool" and current_pool() is None:
         raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)

@@ -16,8 +16,9 @@ from gdsload.errors import CheckpointError
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 # An apostrophe may be a part of a URL: what comes after it may be secret.
 _IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"<>]+")
-# A host and a port. Anything else may be a part of a password with a "/" that was not escaped.
-_HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
+# A host and a port. Anything else may be a part of a password with a "/" that was not escaped, or
+# the scheme of a URL inside the URL.
+_HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d+)?")
 # A host that is no user: the begin of an IPv6 address, an IPv4 address, or this machine.
 _ADDRESS = re.compile(r"\[|\d+(\.\d+){3}$|localhost$")
 # Parameters of signed URLs: of S3, Google, CloudFront and Azure.
