@@ -854,6 +854,24 @@ def test_file_being_filled_counts_with_its_whole_size(
     assert "in use" in opened(tmp_path, MemoryFile("b", 1_000_000)).refusal
 
 
+def test_files_of_one_load_are_opened_after_one_look_at_all_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until there is no room left, or another process has made an entry."""
+    monkeypatch.setenv(SIZE_VARIABLE, "2500")
+    monkeypatch.setattr("gdsload.remote.cache._ROOM_SECONDS", 1e9)
+    shared, looks, real = LocalCache(tmp_path), [], LocalCache._entries
+    monkeypatch.setattr(LocalCache, "_entries", lambda self: looks.append(self) or real(self))
+    files = [shared.open(MemoryFile(str(number), 500)) for number in range(3)]
+    assert looks == [shared]
+    time.sleep(0.02)  # the clock of the filesystem ticks
+    files.append(LocalCache(tmp_path).open(MemoryFile("of another process", 1000)))
+    files.append(shared.open(MemoryFile("one more", 500)))
+    assert [looks.count(shared), len(looks)] == [2, 3]
+    assert "2,500 are in use" in files.pop().refusal
+    assert [file.refusal for file in files] == [""] * 4
+
+
 def test_part_of_a_file_is_used_without_room_for_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ _PIECES = "pieces"
 _FACTS_BYTES = 1 << 20  # at most, of its first line
 _FREE_SHARE = 10  # a tenth of the filesystem stays free by default
 _LOCK_SECONDS = 10.0  # for making and removing entries; it is held for milliseconds
+_ROOM_SECONDS = 2.0  # so long the files of one load are opened after one look at all entries
 # Another process that fetches the same bytes is waited for so long. Then both fetch them.
 CLAIM_SECONDS = 5.0
 _POLL_SECONDS = 0.01
@@ -331,6 +332,8 @@ class LocalCache:
         if text and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
             raise GdsloadError(f"{SIZE_VARIABLE}={shown(text)} is not a number of bytes")
         self._limit_bytes = int(text) if text else None
+        self._room_bytes, self._room_until = 0, 0.0  # what is left of the limit, and how long
+        self._changed_ns = 0  # when the last entry was made or removed
         self.hung = ""  # why its disk is not waited for again
 
     def open(self, file: RemoteFile) -> CachedFile:
@@ -361,6 +364,7 @@ class LocalCache:
                     try:
                         self._make_room(directory, file.size)
                         os.makedirs(directory, exist_ok=True)
+                        self._changed_ns = os.stat(self.directory).st_mtime_ns
                     except _NotCached as error:  # what is there is used
                         writable, refusal = False, _reason(error)
                 try:
@@ -404,6 +408,11 @@ class LocalCache:
         with suppress(FileNotFoundError):
             if _allocated(directory) >= nbytes:
                 return  # all of it is there
+        # A load opens many files: without this, the time would grow with their number squared.
+        unchanged = os.stat(self.directory).st_mtime_ns == self._changed_ns
+        if nbytes <= self._room_bytes and unchanged and time.monotonic() < self._room_until:
+            self._room_bytes -= nbytes
+            return
         found = self._entries()
         limit = self._limit_bytes
         if limit is None:
@@ -428,6 +437,7 @@ class LocalCache:
                 break
             shutil.rmtree(each.directory)
             total -= each.cached_bytes
+        self._room_bytes, self._room_until = limit - total, time.monotonic() + _ROOM_SECONDS
 
     def entries(self) -> list[Cached]:
         """The files in the cache. Raises OSError."""
