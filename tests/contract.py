@@ -265,9 +265,14 @@ class BackendContract:
     def test_release_of_what_was_never_posted(
         self, backend: Backend, files: list[OpenFile]
     ) -> None:
+        """The loader asks for its facts, as those of each request: `post` may have failed."""
         known, memory, spaces = self.ready(backend, files)
-        backend.release(backend.prepare(self.reads(0), known, spaces))
+        request = backend.prepare(self.reads(0), known, spaces)
+        backend.release(request)
         assert self.look(memory[0], 0, SIZE) == bytes(SIZE)
+        assert backend.is_idle(request)
+        assert not any(backend.paths(request).values())
+        assert not any(facts.direct_bytes > 0 for facts in backend.facts(request))
 
     def test_closing_twice(self, files: list[OpenFile]) -> None:
         backend = self.make()
