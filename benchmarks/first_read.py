@@ -157,7 +157,7 @@ def run(source: Path, kind: str, nbytes: int, shards: int) -> dict[str, float]:
         began = time.monotonic()
         load_file(source, "cuda:0", progress=False)
         ended, report = time.monotonic(), last_report()
-        reads = [span for span in report.spans if span.track.startswith("requests")]
+        reads = [span for span in report.spans if span.track.startswith("reads of ")]
         first = min(span.start for span in reads)
         idle, busy_until = 0.0, first + posts[0][1] / BUS_RATE
         for at, nbytes in posts[1:]:

@@ -202,9 +202,7 @@ class LoadReport:
         """Seconds in which at least one read was in flight; 0.0 without reads."""
         with _lock:
             reads = [
-                (span.start, span.end)
-                for span in self._spans
-                if span.track.startswith("requests of ")
+                (span.start, span.end) for span in self._spans if span.track.startswith("reads of ")
             ]
             for times, _ in self._later:
                 reads += [(start * 1e-9, end * 1e-9) for start, end in times if start and end]
@@ -320,7 +318,7 @@ class LoadReport:
             (self.choice, f"backend: {self.choice}{rates and f' ({rates})'}"),
             *((True, f"failover: {pair}, {size(n)}") for pair, n in self.failovers.items()),
             (True, f"phases: {phases}"),
-            (self.requests, f"{count(self.requests, 'request')}, {self.short_reads} short reads"
+            (self.requests, f"{count(self.requests, 'read')}, {self.short_reads} short reads"
              f" continued, {self.retries} retries"),
             (self.verify != "size", f"verified by {self.verify}: {verified}, not verified: {left}"),
             (self.integration, f"entry point: {self.integration}{why and f' ({why})'}"
@@ -333,7 +331,7 @@ class LoadReport:
         return "\n".join(one_line(text) for shown, text in lines if shown)
 
     def trace(self) -> dict[str, Any]:
-        """Phases and requests in Chrome's trace format, for chrome://tracing and Perfetto."""
+        """Phases and reads in Chrome's trace format, for chrome://tracing and Perfetto."""
         tracks = {name: number for number, name in enumerate(sorted({s.track for s in self.spans}))}
         process = {"pid": os.getpid()}
         events: list[dict[str, Any]] = [

@@ -359,7 +359,7 @@ def test_only_what_was_added_is_reported() -> None:
         report.refusals["gds"] = "no driver"
         report.publish()
         report.refusals["gds"] = "no GPU"
-        report.spans.append(Span("read 4 KiB at 0", "requests of a", 1.0, 2.0))
+        report.spans.append(Span("read 4 KiB at 0", "reads of a", 1.0, 2.0))
         report.publish()
         report.publish()
     assert [event.count for event in of(Retried, seen)] == [2, 3]

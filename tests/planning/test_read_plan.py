@@ -288,7 +288,7 @@ def test_small_plan_is_as_computed_by_hand() -> None:
     assert plan.summary() == (
         "4 tensors, 14.01 kB wanted\n"
         "3 merged ranges in 2 targets, 1 window\n"
-        "4 requests of 4.10 kB to 8.19 kB, 17.88 kB to read (27.609% over)"
+        "4 reads of 4.10 kB to 8.19 kB, 17.88 kB to read (27.609% over)"
     )
     assert [each.name for each in plan.ranges] == ["near", "far", "late"]
     assert (plan.wanted_bytes, plan.read_bytes) == (14_010, 8192 + 586 + 8192 + 908)
@@ -297,7 +297,7 @@ def test_small_plan_is_as_computed_by_hand() -> None:
 
 
 def test_summary_of_the_smallest_plans_has_no_division_by_zero() -> None:
-    assert ReadPlan().summary().endswith("0 requests of 0 B to 0 B, 0 B to read (0.000% over)")
+    assert ReadPlan().summary().endswith("0 reads of 0 B to 0 B, 0 B to read (0.000% over)")
     one = plan_reads([ByteRange("a", 0, 0, 1)], [3], Limits())
     assert one.summary().endswith("of 4.10 kB to 4.10 kB, 3 B to read (200.000% over)")
 

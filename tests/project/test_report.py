@@ -35,8 +35,8 @@ def test_exclusive_phases_add_up_to_the_seconds_of_the_load() -> None:
 def test_rate_is_that_of_the_reads_without_imports() -> None:
     report = report_of(
         Span("import torch", "phases", 0.0, 8.0),
-        Span("read 4096 KiB at 0", "requests of a", 1.0, 2.0),
-        Span("read 4096 KiB at 4194304", "requests of a", 1.5, 3.0),
+        Span("read 4096 KiB at 0", "reads of a", 1.0, 2.0),
+        Span("read 4096 KiB at 4194304", "reads of a", 1.5, 3.0),
     )
     report.tensors, report.wanted_bytes, report.read_bytes = 1, 3_000_000_000, 4_000_000_000
     assert (report.reading_seconds, report.rate) == (2.0, 2e9)
@@ -49,9 +49,9 @@ def test_rate_is_that_of_the_reads_without_imports() -> None:
 
 def test_seconds_of_reading_are_those_with_a_read_in_flight() -> None:
     report = report_of(
-        Span("read 1 KiB at 2048", "requests of b", 8.0, 9.0),  # of the next window
-        Span("read 1 KiB at 0", "requests of a", 1.0, 4.0),
-        Span("read 1 KiB at 1024", "requests of a", 2.0, 3.0),
+        Span("read 1 KiB at 2048", "reads of b", 8.0, 9.0),  # of the next window
+        Span("read 1 KiB at 0", "reads of a", 1.0, 4.0),
+        Span("read 1 KiB at 1024", "reads of a", 2.0, 3.0),
         Span("open", "head start", 0.0, 7.0),  # a phase of a prefetch
     )
     assert report.reading_seconds == 4.0
@@ -62,7 +62,7 @@ def test_spans_that_are_made_later_are_there_for_whoever_asks() -> None:
 
     def reads() -> Iterator[Span]:
         asked.append(1)
-        yield Span("read 1 KiB at 0", "requests of a", 1.0, 4.0)
+        yield Span("read 1 KiB at 0", "reads of a", 1.0, 4.0)
 
     report = report_of(Span("open", "phases", 0.0, 1.0))
     times = [(1_000_000_000, 4_000_000_000), (5_000_000_000, 0), (0, 6_000_000_000)]
@@ -77,7 +77,7 @@ def test_spans_that_are_made_later_are_there_for_whoever_asks() -> None:
     names = ["open", "read", "read 1 KiB at 0"]
     assert [span.name for span in report.spans] == names and asked == [1]
     assert report.reading_seconds == 3.0
-    later = [Span("read 1 KiB at 1024", "requests of a", 4.0, 6.0)]
+    later = [Span("read 1 KiB at 1024", "reads of a", 4.0, 6.0)]
     report.add_reads([(4_000_000_000, 6_000_000_000)], lambda: later)
     copy = pickle.loads(pickle.dumps(report))
     total = LoadReport("all")

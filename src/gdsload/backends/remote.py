@@ -3,7 +3,7 @@
     RemoteFile.chunks ─ worker threads ─┬─► host memory
                                         └─► slot of the staging ring ─► device memory
 
-Many requests are in flight, each in a thread that waits for its source and copies what arrives. The
+Many reads are in flight, each in a thread that waits for its source and copies what arrives. The
 threads are started when they are needed. Not responsible for retries and time limits of single
 requests: those are the source's own (`gdsload.remote`).
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 MOST_DEPTH = 1024  # each is a thread
 # A slow source shows progress by reads that end after this time, and are continued: long before any
-# sensible `stall_seconds`, and longer than a request takes to start.
+# sensible `stall_seconds`, and longer than a read takes to start.
 REPORT_SECONDS = 2.0
 # The pump repeats reads that fail with these errors, without a limit.
 _TEMPORARY = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ECANCELED})
@@ -70,8 +70,8 @@ class RemoteBackend(PumpBackend):
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         return (
-            Option("request_bytes", REMOTE_REQUEST_BYTES, "bytes of one request, at most"),
-            Option("depth", REMOTE_DEPTH, "requests in flight"),
+            Option("request_bytes", REMOTE_REQUEST_BYTES, "bytes of one read, at most"),
+            Option("depth", REMOTE_DEPTH, "reads in flight"),
             Option("ring_bytes", MOST_RING_BYTES, "bytes of pinned DRAM on the way to a device"),
         )
 
@@ -87,7 +87,7 @@ class RemoteBackend(PumpBackend):
 
     @property
     def _slot_bytes(self) -> int:
-        """The size of a slot: smaller than requests to DRAM, as all of a ring is pinned."""
+        """The size of a slot: smaller than reads to DRAM, as all of a ring is pinned."""
         asked = "request_bytes" in self._set_by_user
         return int(self.settings["request_bytes"]) if asked else REQUEST_BYTES
 
@@ -116,7 +116,7 @@ class RemoteBackend(PumpBackend):
         return Registration(what._replace(fd=number), NO_NUMBERS)
 
     def _adapt(self, storage: Storage) -> None:
-        """Suits the requests to the storage, as far as the user did not and none was made."""
+        """Suits the reads to the storage, as far as the user did not and none was made."""
         if storage.has_round_trips and not self._fetchers:
             suited = {"request_bytes": storage.request_bytes, "depth": storage.depth}
             self.settings.update((k, v) for k, v in suited.items() if k not in self._set_by_user)

@@ -74,7 +74,7 @@ def _spans_of(
     for transfer, (posted, done) in zip(transfers, times, strict=False):
         if posted and done:
             name = f"read {transfer.length >> 10} KiB at {transfer.offset}"
-            track = f"requests of {files[transfer.shard]}"
+            track = f"reads of {files[transfer.shard]}"
             yield Span(name, track, posted * 1e-9, done * 1e-9)
 
 

@@ -33,7 +33,7 @@ MOST_BLOCKS = 16
 def block_layout(ranges: Sequence[ByteRange]) -> list[tuple[int, dict[str, int]]]:
     """For each block its bytes, and the offsets of its ranges in it by name.
 
-    In file order, so that ranges of one request are neighbours. No range is split.
+    In file order, so that ranges of one read are neighbours. No range is split.
     """
     ordered = native.in_file_order(list(ranges))
     _, total = native.rounded(ordered, 1, ALIGN_BYTES)

@@ -3,7 +3,7 @@
     byte ranges (in the caller's order)
       -> windows        up to `window_bytes` each: the first wanted are read first
       -> merged ranges  inside a window: sorted by file and offset, joined over small gaps
-      -> transfers      aligned to the direct-I/O block, split at the backend's largest request
+      -> transfers      aligned to the direct-I/O block, split at the backend's largest read
       -> targets        the memory for merged ranges, congruent to their file offsets
 
 The same input gives the same plan. Nothing is read and no memory is allocated here.
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from gdsload.checkpoint.selection import Names
 
 # Byte ranges are read together if the gap between them is at most this: at 2 to 14 GB/s it costs 5
-# to 30 us, as much as one more request (benchmarks/gap.py).
+# to 30 us, as much as one more read (benchmarks/gap.py).
 GAP_BYTES = 64 << 10
-# The same for remote files, where a request is a round trip. Not measured beyond loopback.
+# The same for remote files, where a read is a round trip. Not measured beyond loopback.
 REMOTE_GAP_BYTES = 1 << 20
 # Merged ranges with a larger gap do not share a target: address space is cheap, but a system that
 # does not overcommit counts it.
@@ -160,12 +160,12 @@ class Locations(Mapping[str, Location]):
 
 
 class Limits:
-    """The requests that a backend accepts.
+    """The reads that a backend accepts.
 
     Attributes:
-        max_request: The largest request in bytes.
-        block: The alignment of requests in bytes, a power of two.
-        depth: The number of requests in flight.
+        max_request: The largest read in bytes.
+        block: The alignment of reads in bytes, a power of two.
+        depth: The number of reads in flight.
         io_modes: The I/O modes of transfers that it accepts. "direct" and "mapped" are optional.
     """
 
@@ -231,7 +231,7 @@ class ReadPlan(NamedTuple):
             f"{count(len(self.locations), 'tensor')}, {size(self.wanted_bytes)} wanted\n"
             f"{count(len(self.merged_ranges), 'merged range')} in"
             f" {count(len(self.targets), 'target')}, {count(len(self.windows), 'window')}\n"
-            f"{count(len(self.transfers), 'request')} of {size(min(lengths))} to"
+            f"{count(len(self.transfers), 'read')} of {size(min(lengths))} to"
             f" {size(max(lengths))}, {size(self.read_bytes)} to read ({over:.3%} over)"
         )
 
@@ -294,8 +294,8 @@ def plan_reads(
     Args:
         ranges: The wanted byte ranges, in the order in which they will be used.
         sizes: The file size of each shard in bytes.
-        limits: The requests that the backend accepts.
-        blocks: The direct-I/O block of each shard in bytes. Requests are aligned to it and to
+        limits: The reads that the backend accepts.
+        blocks: The direct-I/O block of each shard in bytes. Reads are aligned to it and to
             `limits.block`.
         window_bytes: The size of a read window; 0 for one window.
         gap_bytes: The largest gap in bytes that is read rather than skipped.

@@ -24,7 +24,7 @@ from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ranges_of
 if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
 
-# A slice of more ranges is read by whole rows: more requests would cost more than the gaps.
+# A slice of more ranges is read by whole rows: more reads would cost more than the gaps.
 MAX_RANGES = 8192
 
 

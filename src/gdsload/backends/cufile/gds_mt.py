@@ -13,7 +13,7 @@ from gdsload.backends.base import Option
 from gdsload.backends.cufile.base import CuFileBackend
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits
 
-# cuFile's guide asks for requests of more than 16 MiB from a few threads. Measured on a GPU in
+# cuFile's guide asks for reads of more than 16 MiB from a few threads. Measured on a GPU in
 # cuFile's compatibility mode only.
 REQUEST_BYTES = 16 << 20
 THREADS = 8
