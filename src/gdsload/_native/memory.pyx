@@ -28,9 +28,9 @@ from gdsload._native.pthreads cimport (
 )
 
 cdef enum:
-    # A smaller tensor keeps its pages until the region is freed: giving them back would cost more
-    # than it frees.
-    GIVE_BACK_BYTES = 65536
+    # A smaller tensor keeps its pages until the region is freed: to free them would cost more than
+    # it gains.
+    LEAST_FREED_BYTES = 65536
 
 
 cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
@@ -38,7 +38,7 @@ cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
     cdef CRegion *region = <CRegion *>view.owner
     cdef uintptr_t first = <uintptr_t>managed.dl_tensor.data
     cdef uintptr_t end = first + view.nbytes
-    if region.anonymous and region.pool == NULL and view.nbytes >= GIVE_BACK_BYTES:
+    if region.anonymous and region.pool == NULL and view.nbytes >= LEAST_FREED_BYTES:
         # Only whole pages: neighbours share the edges, and the kernel rounds the length up to its
         # page size.
         first = page_ceil(first)

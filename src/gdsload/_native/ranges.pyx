@@ -1,4 +1,4 @@
-"""Arithmetic over very many byte ranges: their order, their sizes, their places in memory.
+"""Arithmetic over very many byte ranges: their order, their sizes, their layout in memory.
 
 While it runs, a device waits for bytes. An *item* is a tuple whose first field is a name, and whose
 last three are shard, offset and nbytes, such as a ByteRange or a TensorInfo. Not responsible for
@@ -12,7 +12,7 @@ from operator import attrgetter
 
 _file_order = attrgetter("shard", "offset")
 
-cdef struct Place:
+cdef struct Range:
     int64_t shard
     int64_t offset
     int64_t nbytes
@@ -29,23 +29,23 @@ cdef int64_t nbytes_of(object item) except? -1:
     return (<tuple>item)[length_of(item) - 1]
 
 
-cdef int read_place(object item, Place *place) except -1:
+cdef int read_range(object item, Range *into) except -1:
     cdef Py_ssize_t length = length_of(item)
-    place.shard = (<tuple>item)[length - 3]
-    place.offset = (<tuple>item)[length - 2]
-    place.nbytes = (<tuple>item)[length - 1]
+    into.shard = (<tuple>item)[length - 3]
+    into.offset = (<tuple>item)[length - 2]
+    into.nbytes = (<tuple>item)[length - 1]
     return 0
 
 
 def in_file_order(list items):
     """The items by shard and offset: the same list if they are in this order already."""
-    cdef Place place
+    cdef Range each
     cdef int64_t shard = -1, offset = -1
     for item in items:
-        read_place(item, &place)
-        if place.shard < shard or (place.shard == shard and place.offset < offset):
+        read_range(item, &each)
+        if each.shard < shard or (each.shard == shard and each.offset < offset):
             return sorted(items, key=_file_order)
-        shard, offset = place.shard, place.offset
+        shard, offset = each.shard, each.offset
     return items
 
 
@@ -82,20 +82,20 @@ def merged(list ordered, int64_t gap):
     """Items in file order, joined over gaps of up to ``gap`` bytes: (shard, start, end, the items)
     of each range; and the empty items, which are in none. Items that overlap are not joined: each
     has bytes of its own, because the first that is freed takes its bytes with it."""
-    cdef Place place
+    cdef Range each
     cdef int64_t shard = -1, start = 0, end = 0
     cdef list found = [], inside = [], empty = []
     for item in ordered:
-        read_place(item, &place)
-        if place.nbytes == 0:
+        read_range(item, &each)
+        if each.nbytes == 0:
             empty.append(item)
             continue
-        if place.shard != shard or place.offset - end > gap or place.offset < end:
+        if each.shard != shard or each.offset - end > gap or each.offset < end:
             if inside:
                 found.append((shard, start, end, inside))
-            shard, start, end, inside = place.shard, place.offset, 0, []
+            shard, start, end, inside = each.shard, each.offset, 0, []
         inside.append(item)
-        end = place.offset + place.nbytes
+        end = each.offset + each.nbytes
     if inside:
         found.append((shard, start, end, inside))
     return found, empty
@@ -125,29 +125,29 @@ def shares(object members, dict addresses, Py_ssize_t targets, object range_of):
     shares as possible.
 
     ``members``: (items in file order, number of their target, its file offset, ...), those of one
-    target in a row; no item is empty. ``addresses``: where an item goes, by its name. ``range_of``: returns (start,
-    bytes) of the allocation around an address: no copy may cross from one allocation to the next,
-    even if they are neighbours.
+    target in a row; no item is empty. ``addresses``: where an item goes, by its name. ``range_of``:
+    returns (start, bytes) of the allocation around an address: no copy may cross from one allocation to
+    the next, even if they are neighbours.
     """
-    cdef Place place
+    cdef Range each
     cdef Py_ssize_t number, last = -1
     cdef int64_t base, start = 0, held = 0
     cdef uint64_t address, to = 0, limit = 0  # of the allocation; 0: not known yet
     found = [[] for _ in range(targets)]
     for items, number, base, *_ in members:
         for item in items:
-            read_place(item, &place)
+            read_range(item, &each)
             address = addresses[item[0]]
-            if number == last and place.offset - base == start + held and address == to + held:
+            if number == last and each.offset - base == start + held and address == to + held:
                 if limit == 0:
                     allocated, length = range_of(to)
                     limit = allocated + length
-                if address + place.nbytes <= limit:
-                    held += place.nbytes
+                if address + each.nbytes <= limit:
+                    held += each.nbytes
                     continue
             if held > 0:
                 found[last].append((start, held, to))
-            last, start, held, to, limit = number, place.offset - base, place.nbytes, address, 0
+            last, start, held, to, limit = number, each.offset - base, each.nbytes, address, 0
     if held > 0:
         found[last].append((start, held, to))
     return found

@@ -134,7 +134,7 @@ cdef class Request:
         """
         cdef CRequest *made = <CRequest *>calloc(1, sizeof(CRequest))
         cdef File *file
-        cdef Target *places
+        cdef Target *table
         cdef Py_ssize_t number
         cdef tuple reads = tuple(transfers)
         if made == NULL:
@@ -146,9 +146,9 @@ cdef class Request:
         made.files = <File *>calloc(len(files) + 1, sizeof(File))
         made.ops = <Op *>calloc(len(reads) + 1, sizeof(Op))
         made.order = <int *>calloc(len(reads) + 1, sizeof(int))
-        places = <Target *>calloc(len(targets) + 1, sizeof(Target))
+        table = <Target *>calloc(len(targets) + 1, sizeof(Target))
         try:
-            if made.files == NULL or made.ops == NULL or made.order == NULL or places == NULL:
+            if made.files == NULL or made.ops == NULL or made.order == NULL or table == NULL:
                 raise MemoryError(f"no memory for a request of {len(reads)} reads")
             for entry in files:
                 file = &made.files[made.file_count]
@@ -156,16 +156,16 @@ cdef class Request:
                 file.direct_number, file.buffered_number = entry[3], entry[4]
                 made.file_count += 1
             for number, entry in enumerate(targets):
-                places[number].address, places[number].length = entry[0], entry[1]
+                table[number].address, table[number].length = entry[0], entry[1]
                 if entry[2] is not None:
-                    places[number].region = <CRegion *>PyCapsule_GetPointer(
+                    table[number].region = <CRegion *>PyCapsule_GetPointer(
                         entry[2], b"gdsload.region"
                     )
-                places[number].buffer = entry[3]
+                table[number].buffer = entry[3]
             for transfer in reads:
-                add_read(made, transfer, places, len(targets))
+                add_read(made, transfer, table, len(targets))
         finally:
-            free(places)
+            free(table)
         self.reset()
 
     cdef void reset(self) noexcept nogil:

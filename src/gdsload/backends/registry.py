@@ -118,7 +118,6 @@ def built_in(name: str) -> type[Backend]:
 
 
 def names_of_options(kind: type[Backend]) -> set[str]:
-    """The names of a backend's options."""
     return {option.name for option in kind.options()}
 
 

@@ -85,7 +85,6 @@ class StagingPipeline:
     def prepare(
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> StagedRequest:
-        """Makes a request for these transfers."""
         require_own_process(self.pump.pid, self.name)
         request = StagedRequest(self, transfers, files, memory)
         self._requests += 1
@@ -110,7 +109,7 @@ class StagingPipeline:
         """
         if self.kind is None or self._requests or not self._sound:
             ended = self.close()
-            self.ring.give_back()
+            self.ring.free_when_idle()
             return ended
         self.ring.park(self.kind, self)
         return True

@@ -269,7 +269,7 @@ class Batch:
         ]
         for name in lost:  # their memory may be needed for them again
             self.views.pop(name, None)
-            self.claims[name].give_back()
+            self.claims[name].free_pages()
             self.claims[name] = self.claims[name]._replace(view=None)
         plan = self.session.plan([self.claims[name].range for name in lost])
         batch = Batch(self.session, plan, {}, {})
@@ -453,10 +453,10 @@ class Batch:
             return
         for name, claim in self.claims.items():
             if views.pop(name, None) is not None:
-                claim.give_back()
+                claim.free_pages()
         for name, _, _, nbytes in self._taken_over:
             if (view := views.pop(name, None)) is not None:
-                view.give_back(nbytes)
+                view.free_pages(nbytes)
 
     def _forget_pages(self) -> None:
         """After a disk has failed, leaves no pages of its file that a later load could map."""

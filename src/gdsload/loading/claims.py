@@ -82,9 +82,9 @@ class Claim(NamedTuple):
         """Waits until the bytes have been read or lost, at most this long."""
         self.batch.wait_for(self.first, self.last, seconds)
 
-    def give_back(self) -> None:
+    def free_pages(self) -> None:
         """Frees the pages of the range: the load makes no tensor of them."""
-        self.offer.take_back(self)
+        self.offer.free_claimed(self)
 
 
 class Offer:
@@ -131,7 +131,7 @@ class Offer:
             batch, free = self._batch, self._free
             self._free, self._batch = {}, None
             for rows in free.values():
-                self._give_back(batch, rows)
+                self._free_pages(batch, rows)
         self._known.set()
 
     def drop_rest(self, files: Iterable[Identity]) -> None:
@@ -139,24 +139,24 @@ class Offer:
         if not self.keep:
             with self._lock:
                 for file in files:
-                    self._give_back(self._batch, self._free.pop(file, ()))
+                    self._free_pages(self._batch, self._free.pop(file, ()))
 
-    def take_back(self, claim: Claim) -> None:
+    def free_claimed(self, claim: Claim) -> None:
         """Frees the pages of a claimed range, which becomes no tensor."""
         start, nbytes = claim.range[2:]
         _, view, _, first, last, of_file, _ = claim
         row = OfferedRange(start, start + nbytes, view, first, last, of_file)
         with self._lock:
-            self._give_back(self._batch, [row])
+            self._free_pages(self._batch, [row])
 
     def reads_ended(self) -> None:
         """No more bytes arrive: frees what was dropped while it was being read."""
         with self._lock:
             self._reading = False
-            self._give_back(None, self._late)
+            self._free_pages(None, self._late)
             self._late = []
 
-    def _give_back(self, batch: PrefetchBatch | None, rows: Iterable[OfferedRange]) -> None:
+    def _free_pages(self, batch: PrefetchBatch | None, rows: Iterable[OfferedRange]) -> None:
         """Frees the pages of ranges that become no tensors: a tensor in the same region would keep
         them otherwise. Ranges that are still being read are freed by `reads_ended`."""
         if self.device != "cpu":
@@ -167,7 +167,7 @@ class Offer:
             if self._reading and not (batch and batch.has_arrived(row.first, row.last)):
                 self._late.append(row)
             else:
-                row.view.give_back(row.end - row.start)
+                row.view.free_pages(row.end - row.start)
 
     def hurry(self) -> None:
         """A load waits for it now: it no longer yields to loads."""

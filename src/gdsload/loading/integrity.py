@@ -110,7 +110,6 @@ class Verifier:
 
     @property
     def algorithm(self) -> str:
-        """The algorithm of the checksums."""
         return self._manifest.algorithm
 
     @property

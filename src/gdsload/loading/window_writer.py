@@ -209,7 +209,7 @@ class WindowWriter:
         self.writing = bool(copies)
         count_pages(self.session.report, *self._copier.copy(copies, region))
         for view, nbytes in copied:
-            view.give_back(nbytes)  # of a prefetch; windows keep their memory
+            view.free_pages(nbytes)  # of a prefetch; windows keep their memory
         # Compares what is on a device.
         tensors = batch.tensors_of([part.info for part, _ in others])
         self.writing = True

@@ -31,7 +31,7 @@ class BufferView(NamedTuple):
     region: Region | Block
     offset: int
 
-    def give_back(self, nbytes: int) -> None:
+    def free_pages(self, nbytes: int) -> None:
         """Returns the whole pages of these bytes to the system; memory of a pool stays. Bytes that
         become no tensor would otherwise be kept as long as any tensor of the region."""
         self.region.view(self.offset, nbytes, (nbytes,), 1, 8)  # a freed view returns its pages

@@ -158,7 +158,7 @@ class StagingRing(quiesce.Holder):
                     return pipeline
         return None
 
-    def give_back(self) -> None:
+    def free_when_idle(self) -> None:
         """Frees a ring of VRAM if no load uses it for IDLE_SECONDS, or now if no thread can wait:
         serving engines size their caches by the free memory of the device."""
         if self.kind != VRAM or self.pid != os.getpid():
@@ -169,11 +169,11 @@ class StagingRing(quiesce.Holder):
             self._idle_since = time.monotonic()
             if self._watcher is not None and self._watcher.is_alive():
                 return
-        self._watcher = start_thread(self._free_when_idle, "gdsload-idle-ring")
+        self._watcher = start_thread(self._await_idle, "gdsload-idle-ring")
         if self._watcher is None:
             release_idle(self.ordinal, self)
 
-    def _free_when_idle(self) -> None:
+    def _await_idle(self) -> None:
         while (left := self._idle_since + IDLE_SECONDS - time.monotonic()) > 0:
             if self._freed.wait(left):
                 return
@@ -335,7 +335,7 @@ def ring_for(
     finally:
         if ring is not None:
             ring.visitors.discard(visit)
-            ring.give_back()  # the caller may have opened nothing
+            ring.free_when_idle()  # the caller may have opened nothing
 
 
 def _refuse_at_exit() -> None:

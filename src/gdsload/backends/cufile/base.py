@@ -222,7 +222,7 @@ class CuFileBackend(PumpBackend):
                 driver.deregister_file(handle)
                 close_files([fd], may_hang=distant)
             for pipeline in pipelines:
-                pipeline.ring.give_back()
+                pipeline.ring.free_when_idle()
             return True
 
         if not finish():  # a read that was given up may still use them

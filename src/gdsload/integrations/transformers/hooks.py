@@ -323,10 +323,11 @@ def _patch_old_shard(module: ModuleType) -> Iterator[Replacement]:
             ModelReader([str(path)], options, report) as reader,
             reader.checkpoint.locating_errors(),
         ):
-            places = named.get("device_map", rest[0] if rest else None) or {}
+            device_map = named.get("device_map", rest[0] if rest else None) or {}
             mesh = named.get("device_mesh", rest[5] if len(rest) > 5 else None)
             # It takes what it leaves on disk, too, and drops it.
-            on_disk = {names[k] for k, at in expanded(places, state_dict).items() if at == "disk"}
+            placed = expanded(device_map, state_dict)
+            on_disk = {names[key] for key, device in placed.items() if device == "disk"}
             # A rank of a mesh needs parts that are known only when it asks for them.
             wanted = [] if mesh is not None else [names[key] for key in state_dict]
             reader.start_in_order([name for name in wanted if name not in on_disk], on_disk)

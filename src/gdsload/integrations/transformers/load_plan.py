@@ -146,7 +146,7 @@ class _Planner:
 
     Attributes:
         plan: What is known up to now.
-        shard_operation: transformers' class for the share of one rank; None if it has none.
+        shard_operation: transformers' class for the part of one rank; None if it has none.
     """
 
     def __init__(
@@ -191,21 +191,21 @@ class _Planner:
         self._patterns_of.setdefault(name, {}).setdefault(pattern or key, []).append(key)
         self._dtypes[key] = self._dtype_of(name, param)
         if self.shard_operation is not None and _is_dtensor(param):
-            share = self._share_of_rank(key, name, pattern)
+            slices = self._slices_of_rank(key, name, pattern)
         else:
-            share = [whole(self._infos[key])]
+            slices = [whole(self._infos[key])]
             plan.boxes[key] = key, box_of(self._infos[key], None)
             place = "cpu" if on_cpu else place
         device = self._read_device_of(place)
         plan.deferred = plan.deferred and (place == device or place in ("disk", "meta"))
         if device != "cpu":
             plan.devices[key] = device
-        self._slices[key] = share
-        if share and pattern is None and place == device and self._is_kept(key, share):
+        self._slices[key] = slices
+        if slices and pattern is None and place == device and self._is_kept(key, slices):
             plan.fates[key] = KEEP
             plan.parameters[key] = name
-            plan.kept.update(one.key for one in share)
-        elif share:
+            plan.kept.update(one.key for one in slices)
+        elif slices:
             plan.fates[key] = CONVERT
 
     def _stays_on_disk(self, name: str) -> bool:
@@ -214,21 +214,21 @@ class _Planner:
         is_buffer = name in self._naming.buffers
         return not is_buffer or getattr(self._config, "offload_buffers", False)
 
-    def _share_of_rank(self, key: str, name: str, pattern: str | None) -> list[TensorSlice]:
+    def _slices_of_rank(self, key: str, name: str, pattern: str | None) -> list[TensorSlice]:
         """The slices of a tensor that this rank will request."""
         number = None
         if pattern is not None:
             number = self._members[name, pattern]
             self._members[name, pattern] += 1
         operation = self.shard_operation(self._naming.parameters[name])
-        share, boxes = _share_of(operation, self._infos[key], number)
+        slices, boxes = _rank_slices(operation, self._infos[key], number)
         self.plan.boxes.update(boxes)
-        return share
+        return slices
 
-    def _is_kept(self, key: str, share: Sequence[TensorSlice]) -> bool:
+    def _is_kept(self, key: str, slices: Sequence[TensorSlice]) -> bool:
         """Whether slices become a parameter as they are."""
         dtype = self._dtypes[key]
-        is_whole = all(one.shape is None and one.index is None for one in share)
+        is_whole = all(one.shape is None and one.index is None for one in slices)
         return is_whole and dtype is not None and dtype == known_dtype(self._infos[key].dtype)
 
     def forget_slices(self) -> None:
@@ -271,10 +271,10 @@ class _Planner:
     def _read_slices(self, key: str) -> list[TensorSlice]:
         """The slices of a tensor that are read by themselves. Bytes of several are read once; if
         ranks share the reads, also what lies between them: each would read the others alone."""
-        share, info, boxes = self._slices[key], self._infos[key], self.plan.boxes
-        found = {one.key: boxes[one.key][1] for one in share if one.key in boxes}
-        if len(found) < max(len(share), 2) or not (self._shared or read_the_same(share)):
-            return share
+        slices, info, boxes = self._slices[key], self._infos[key], self.plan.boxes
+        found = {one.key: boxes[one.key][1] for one in slices if one.key in boxes}
+        if len(found) < max(len(slices), 2) or not (self._shared or read_the_same(slices)):
+            return slices
         hull = tuple(
             (min(low for low, _ in ends), max(high for _, high in ends))
             for ends in zip(*found.values(), strict=True)
@@ -427,7 +427,7 @@ class _Probe:
         return torch.empty(self._info.shape, device="meta")[index]
 
 
-def _share_of(
+def _rank_slices(
     operation: Any, info: TensorInfo, number: int | None
 ) -> tuple[list[TensorSlice], dict[str, tuple[str, Box]]]:
     """The slices that this rank will request of a sharded tensor, and their boxes."""

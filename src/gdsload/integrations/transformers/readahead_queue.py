@@ -102,7 +102,7 @@ class ReadWindow(Batch):
         gaps += [(number, end, regions[number].length) for number, end in enumerate(ends)]
         for number, start, end in gaps:
             if start < end:
-                BufferView(regions[number], start).give_back(end - start)
+                BufferView(regions[number], start).free_pages(end - start)
 
     def has(self, tensor_slice: TensorSlice) -> bool:
         """Whether a slice can be taken."""
