@@ -177,25 +177,25 @@ except gdsload.ReadError as error:
 """
 
 
-def test_page_that_is_not_there_and_cannot_be_read_is_an_error(
-    expected: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    """The load copies from a mapping of a file that is in the page cache but for its last page."""
+@contextmanager
+def bad_disk(source: Path, tmp_path: Path, page: int) -> Iterator[Path]:
+    """The path of a file on a disk that cannot be read from the block of a page of it on, -1: its
+    last one."""
     point, image = tmp_path / "point", tmp_path / "disk" / "image"
     for folder in (point, image.parent):
         folder.mkdir()
     with image.open("wb") as file:
         file.truncate(64 << 20)
-    run("mkfs.ext4", "-q", "-F", "-b", "4096", "-d", expected[0], image)
+    run("mkfs.ext4", "-q", "-F", "-b", "4096", "-d", source, image)
     path = point / NAME
     with ExitStack() as stack:
         run("mount", "-t", "ext4", "-o", "loop,ro", image, point)
         stack.callback(subprocess.run, ["umount", point], check=True)
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            last = struct.pack("i", (size - 1) // 4096)
+            pages = -(-os.fstat(file.fileno()).st_size // 4096)
             fibmap = 1
-            (block,) = struct.unpack("i", fcntl.ioctl(file, fibmap, last))
+            asked = struct.pack("i", page % pages)
+            (block,) = struct.unpack("i", fcntl.ioctl(file, fibmap, asked))
     with ExitStack() as stack:
         try:
             fault = {"error": errno.EIO, "error_from": block * 4096}
@@ -204,7 +204,16 @@ def test_page_that_is_not_there_and_cannot_be_read_is_an_error(
             pytest.skip(str(refused))
         run("mount", "-t", "ext4", "-o", "loop,ro", disk / image.name, point)
         stack.callback(subprocess.run, ["umount", "--lazy", point], check=True)
+        yield path
+
+
+def test_page_that_is_not_there_and_cannot_be_read_is_an_error(
+    expected: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """The load copies from a mapping of a file that is in the page cache but for its last page."""
+    with bad_disk(expected[0], tmp_path, -1) as path:
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             for offset in range(0, (size - 1) // 4096 * 4096, 4096):
                 os.pread(file.fileno(), 4096, offset)
@@ -212,6 +221,28 @@ def test_page_that_is_not_there_and_cannot_be_read_is_an_error(
             assert not page_cache.wholly_resident(file.fileno(), 0, size)
         error = python(INTO, path)
         assert "(tensor 't" in error and "Input/output error" in error
+
+
+ONE_BY_ONE = """
+import sys
+import gdsload
+try:
+    with gdsload.safe_open(sys.argv[1]) as opened:
+        for name in opened.keys():
+            opened.get_tensor(name).sum()
+except gdsload.ReadError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("page", [800, 1500, 2200])
+def test_page_that_could_not_be_read_ahead_is_an_error(
+    expected: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, page: int
+) -> None:
+    """The kernel calls it resident, and tells nobody. A process that maps it ends by SIGBUS."""
+    with bad_disk(expected[0], tmp_path, page) as path:
+        error = python(ONE_BY_ONE, path)
+    assert "(tensor 't" in error and "Input/output error" in error
 
 
 def fails(path: Path) -> bool:

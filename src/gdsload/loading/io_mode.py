@@ -157,7 +157,10 @@ class ShardAccess:
             return False
         if not (opened.distant or self._completed(shard, ranges, merged)):
             return False
-        return not (opened.distant or reads_in_flight(opened.identity.dev)) or all(
+        # Pages that are still being read count as resident, and so do those that the kernel failed
+        # to read ahead of reads of this load: it tells nobody.
+        has_read = self._registered[shard] is not None
+        return not (opened.distant or has_read or reads_in_flight(opened.identity.dev)) or all(
             page_cache.has_arrived(opened.fd, each.offset, each.length) for each in merged
         )
 

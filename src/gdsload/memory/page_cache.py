@@ -140,7 +140,7 @@ def wholly_resident(fd: int, offset: int, length: int) -> bool:
 
 
 def has_arrived(fd: int, offset: int, length: int) -> bool:
-    """Whether no page of a range is still being read.
+    """Whether no page of a range is still being read, or could not be read.
 
     `cachestat` counts such a page as resident, but it may never arrive. A process that maps the
     file and uses the page waits without end, or is killed by SIGBUS. True if this process may only
