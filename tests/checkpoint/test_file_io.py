@@ -67,6 +67,17 @@ def test_bytes_are_read_from_their_offset(file: int, monkeypatch: pytest.MonkeyP
     assert asked == [(4, 1), (4, 3), (3, 5), (1, 7)]
 
 
+def test_bytes_that_come_slowly_are_progress(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large header or index on a slow link takes longer than a stall."""
+    noted: list[int] = []
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, offset: real(fd, min(nbytes, 2), offset))
+    monkeypatch.setattr(file_io, "note_progress", lambda: noted.append(1))
+    assert read_exactly(file, 0, 10, "f") == bytes(range(10))
+    assert len(noted) == 5
+    assert file_io._READ_BYTES <= 4 << 20, "progress is noted when a call returns"
+
+
 def test_early_end_names_both_ends(file: int) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_exactly(file, 4, 7, "f")

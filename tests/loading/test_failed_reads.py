@@ -660,6 +660,25 @@ def test_each_range_of_an_overlay_that_is_completed_is_progress(
     assert progress == ["gdsload-open"] * 2
 
 
+def test_each_read_of_a_small_checkpoint_of_an_overlay_is_progress(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them may take longer than a stall."""
+    progress: list[str] = []
+    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "overlay")
+    monkeypatch.setattr(page_cache, "mostly_resident", lambda *_: False)
+    monkeypatch.setattr(io_mode, "_COPY_BYTES", 4096)
+    monkeypatch.setattr(
+        io_mode, "note_progress", lambda: progress.append(threading.current_thread().name)
+    )
+    with Checkpoint.open(path) as checkpoint:
+        access = io_mode.ShardAccess(checkpoint, LoadReport("t"), ReadSettings())
+        assert access.fill.small
+        access.fill_if_small({0: byte_ranges_of(checkpoint)})
+        least = checkpoint.total_bytes // 4096
+    assert least > 1 and len(progress) >= least and set(progress) == {"gdsload-open"}
+
+
 def test_all_reads_of_a_plan_are_asked_about_in_one_thread(
     path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,11 +19,12 @@ from gdsload.errors import (
     CheckpointUnreadable,
     ReadError,
 )
+from gdsload.system.parallel import note_progress
 from gdsload.system.threads import start_thread
 
 # Filesystems of a daemon or a network answer before this, or hang: the thread is then left behind.
 _CLOSE_SECONDS = 1.0
-_READ_BYTES = 64 << 20  # of one pread: below the kernel's limit of 2 GiB
+_READ_BYTES = 4 << 20  # of one pread, after which progress is noted
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -163,15 +164,26 @@ def read_exactly(fd: int, offset: int, wanted: int, path: str) -> bytes:
             )
         parts.append(part)
         got += len(part)
+        note_progress()
     return b"".join(parts)
 
 
 def is_directory(path: str) -> bool:
     """os.path.isdir, which hides errors, with a CheckpointError if `path` cannot be examined."""
+    return stat.S_ISDIR(_mode_of(path))
+
+
+def is_file(path: str) -> bool:
+    """os.path.isfile, as `is_directory` is os.path.isdir."""
+    return stat.S_ISREG(_mode_of(path))
+
+
+def _mode_of(path: str) -> int:
+    """0 if there is no such path."""
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return 0
     except OSError as error:
         raise open_error(error, path) from error
 

@@ -129,6 +129,7 @@ class ShardAccess:
                     for each in ranges:
                         for offset in range(each.offset, each.end, _COPY_BYTES):
                             os.preadv(shards[shard].fd, [buffer], offset)
+                            note_progress()
                 except OSError:
                     self._unreadable.add(shard)
 
