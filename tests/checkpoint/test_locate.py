@@ -470,6 +470,29 @@ def test_source_that_cannot_be_examined_raises_the_error_of_the_system(
             locate(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_failing_storage_does_not_choose_other_files_of_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    touch(tmp_path, "a.safetensors", "consolidated.safetensors", "model.safetensors")
+    if name.endswith(".json"):
+        (tmp_path / "model.safetensors").unlink()
+        write_index(tmp_path / name, {"w": "a.safetensors"})
+    before, real = names(tmp_path), os.lstat
+
+    def fail(path: str, **words: object) -> os.stat_result:
+        if os.fspath(path) == str(tmp_path / name):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, **words)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "lstat", fail)
+        with pytest.raises(CheckpointUnreadable, match="Input/output error") as raised:
+            locate(tmp_path)
+        assert raised.value.path == str(tmp_path / name)
+    assert names(tmp_path) == before
+
+
 def test_opened_descriptor_blocks_and_is_not_inherited(tmp_path: Path) -> None:
     touch(tmp_path, "a.safetensors")
     (shard,) = locate(tmp_path / "a.safetensors").shards
@@ -605,6 +628,24 @@ def test_reference_names_its_snapshot(cache: Path, commit: str) -> None:
         touch(repo / "snapshots" / commit, "model.safetensors")
     (repo / "refs" / "v1").write_text(commit)
     assert names("org/name", cache_dir=cache, revision="v1")
+
+
+@pytest.mark.parametrize("place", ["refs/main", f"snapshots/{COMMIT}"])
+def test_failing_storage_of_a_cache_is_no_missing_revision(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    failing, real = str(cache / "models--org--name" / place), os.stat
+
+    def fail(path: str, **words: object) -> os.stat_result:
+        if os.fspath(path) == failing:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, **words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(CheckpointUnreadable, match="Input/output error") as raised:
+        locate("org/name", cache_dir=cache)
+    assert raised.value.path == failing
+    assert not isinstance(raised.value, CheckpointNotFound)
 
 
 @pytest.mark.parametrize("text", ["", ".", "..", "a/b", "-x", "a b", "x" * 4097, "\xff"])

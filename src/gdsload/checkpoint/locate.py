@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from gdsload.checkpoint.file_io import is_directory, open_error, read_small
+from gdsload.checkpoint.file_io import is_directory, is_file, open_error, read_small
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
 from gdsload.errors import CheckpointError, CheckpointNotFound, shown
 from gdsload.remote.directory import RemoteDirectory, open_directory
@@ -63,8 +63,16 @@ class LocalDirectory:
         return os.path.join(self.path, name)
 
     def has(self, name: str) -> bool:
-        # lexists: a dangling link or a FIFO of this name is an error to report, not to skip.
-        return os.path.lexists(self.path_of(name))
+        # A dangling link or a FIFO of this name is an error to report, not to skip. So is a failure
+        # of the storage, which `os.path.lexists` hides: other files would be loaded instead.
+        path = self.path_of(name)
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise open_error(error, path) from error
+        return True
 
     def names(self) -> Collection[str]:
         try:
@@ -361,12 +369,12 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
         raise error
     commit = wanted
     reference = os.path.join(repo, "refs", wanted)
-    if os.path.isfile(reference):
+    if is_file(reference):
         commit = read_small(reference, 4096).decode("utf-8", "replace").strip()
         if not _COMMIT.fullmatch(commit):
             raise CheckpointError(f"{reference}: this does not contain a commit", path=reference)
     snapshot = os.path.join(repo, "snapshots", commit)
-    if not _COMMIT.fullmatch(commit) or not os.path.isdir(snapshot):
+    if not _COMMIT.fullmatch(commit) or not is_directory(snapshot):
         raise _not_found(
             f"{repo_id}: revision {shown(wanted)} is not in the hub cache {cache}; it has"
             f" {_revisions(repo)}",
