@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import gdsload
 from gdsload import events
 from gdsload.checkpoint import checkpoint as checkpoint_module
 from gdsload.checkpoint.header import header_bytes
+from gdsload.errors import StallError
 from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.loading.settings import ReadSettings
@@ -239,6 +241,27 @@ def test_head_start_is_for_at_least_256_mib(tmp_path: Path, nbytes: int, expecte
         file.write(header_bytes([("a", "U8", [nbytes], nbytes)]))
         file.truncate(file.tell() + nbytes)
     assert is_prefetched(tmp_path, dtype="auto") is expected
+
+
+@pytest.mark.parametrize("name", ["locate", "_is_warm"])
+def test_storage_that_hangs_before_the_prefetch_is_a_stall_error(
+    cold: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    answered = threading.Event()
+    real = getattr(speculative_prefetch, name)
+
+    def hang(*args: Any, **words: Any) -> Any:
+        answered.wait(10)
+        return real(*args, **words)
+
+    monkeypatch.setattr(speculative_prefetch, name, hang)
+    try:
+        with pytest.raises(StallError, match=r"the storage has not answered for 0\.2 s") as raised:
+            gdsload.from_pretrained(cold, dtype="auto", stall_seconds=0.2)
+        assert not answered.is_set()
+    finally:
+        answered.set()
+    assert raised.value.path == str(cold)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.locate import CheckpointFiles, locate
 from gdsload.dtypes import DTYPES
-from gdsload.errors import GdsloadError
+from gdsload.errors import GdsloadError, StallError
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.stand_ins import open_checkpoint, opened_for
@@ -26,7 +27,10 @@ from gdsload.loading import claims
 from gdsload.memory import page_cache
 from gdsload.readahead.prefetch import Prefetch, prefetch
 from gdsload.remote.file import LOCAL_CACHE
+from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport
+from gdsload.system.cancellation import LoadCancelled
+from gdsload.system.parallel import in_thread, note_progress
 
 # At 2 GB/s a smaller model is read in 0.1 s, which is about the time to build it.
 LEAST_PREFETCH_BYTES = 256 << 20
@@ -131,18 +135,38 @@ def _open(
     if known is not None:
         return known if known.total_bytes >= LEAST_PREFETCH_BYTES else None
     location = {word: kwargs[word] for word in _LOCATION if kwargs.get(word) is not None}
+    stall_seconds = options.reading.stall_seconds
+    look = partial(_unread_files, source, location, skip_warm=options.reading.cache == "auto")
     try:
-        found = locate(source, **location)
-        files = [shard.path for shard in found.shards]
-        if (
-            not _is_loaded(found)
-            or sum(map(os.path.getsize, files)) < LEAST_PREFETCH_BYTES
-            or (options.reading.cache == "auto" and any(map(_is_warm, files)))
-        ):
-            return None
-        return Checkpoint.of(files, strict=False, stall_seconds=options.reading.stall_seconds)
+        # In a thread: storage that hangs cannot block Ctrl-C.
+        files = in_thread(look, shown_source(os.fsdecode(source)), stall_seconds=stall_seconds)
+        return Checkpoint.of(files, strict=False, stall_seconds=stall_seconds) if files else None
+    except (LoadCancelled, StallError):  # transformers would wait for the storage without end
+        raise
     except (GdsloadError, OSError, TypeError):
         return None  # transformers raises the error, or finds other files
+
+
+def _unread_files(
+    source: str | os.PathLike[str], location: Mapping[str, Any], *, skip_warm: bool
+) -> list[str]:
+    """The shards that transformers will load; [] if they are too small for a prefetch, or if
+    `skip_warm` and one is in the page cache."""
+    found = locate(source, **location)
+    files = [shard.path for shard in found.shards]
+    if not _is_loaded(found):
+        return []
+    nbytes = 0
+    for file in files:
+        nbytes += os.path.getsize(file)
+        note_progress()
+    if nbytes < LEAST_PREFETCH_BYTES:
+        return []
+    for file in files if skip_warm else ():
+        if _is_warm(file):
+            return []
+        note_progress()
+    return files
 
 
 def _is_loaded(found: CheckpointFiles) -> bool:
