@@ -400,6 +400,25 @@ def test_direct_io_refused_by_the_filesystem_is_no(
     assert found.hint != ""
 
 
+def test_file_that_cannot_be_read_is_no_refusal_of_direct_io(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.os, "preadv", refuse(errno.EIO))
+    found = storage.direct_io(tiny_checkpoint)
+    assert (found.verdict, found.detail) == ("no", "it cannot be read: Input/output error")
+    assert "a load would end with an error" in found.hint
+
+
+def test_directory_whose_daemon_has_ended_is_not_one_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.os, "scandir", refuse(errno.ENOTCONN))
+    monkeypatch.setattr(storage.os, "access", lambda *_: False)
+    found = storage.direct_io(tmp_path)
+    assert (found.verdict, found.hint) == ("no", "")
+    assert "Transport endpoint is not connected" in found.detail
+
+
 def test_direct_io_on_a_fifo_returns_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     found = storage.direct_io(tmp_path / "fifo")

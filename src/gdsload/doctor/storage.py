@@ -21,6 +21,9 @@ _CANNOT_CREATE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
     *(errno.EOPNOTSUPP, errno.EISDIR),
 )
+# Of a direct read, or of opening a file for it (ENOENT: there is no /proc). All others are failures
+# of the storage, such as EIO.
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM, errno.ENOENT)
 ANSWER_SECONDS = 10.0  # more than a slow server needs
 _LEVELS = 2  # directories of models have one level, a hub cache has more
 _MOST_FOLDERS = 64  # of one level, so that a large tree costs little
@@ -77,6 +80,9 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
     hint = "such files are read through the page cache; xfs and ext4 support direct I/O"
     try:
         mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            with suppress(PermissionError):  # `os.access` hides all other errors
+                os.scandir(path).close()
     except OSError as error:
         return Finding(name, NO, str(error))
     if stat.S_ISDIR(mode) and not os.access(path, os.R_OK | os.X_OK):
@@ -101,6 +107,9 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
         finally:
             os.close(twin)
     except OSError as error:
+        if error.errno not in _REFUSALS:
+            hint = "a load would end with an error: see dmesg, the health of the disk, its daemon"
+            return Finding(name, NO, f"it cannot be read: {error.strerror}", hint)
         return Finding(name, NO, f"refused: {error.strerror}", hint)
     finally:
         os.close(fd)
