@@ -251,16 +251,11 @@ class Worker:
     """The other end of the conversation, and its process."""
 
     def __init__(self, python: Path, job: dict[str, Any], settings: dict[str, str]) -> None:
-        # Our interpreter finds the gdsload of the judge; the environment of a peer has none.
-        ours = str(python) == sys.executable
-        environment = (places.own_environment if ours else places.environment)(
-            **settings, BENCH_BARE=str(places.BARE)
-        )
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
             places.command(python, "worker"),
             cwd="/",
-            env=environment,
+            env=places.environment_of(python, **settings, BENCH_BARE=str(places.BARE)),
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -204,13 +204,11 @@ class Loader:
         arm = parse(label)
         self.label = label
         python = judge.python_of(arm)
-        ours = str(python) == sys.executable
-        environment = (places.own_environment if ours else places.environment)(**arm.environment)
         with log.open("wb") as words:
             self._process = subprocess.Popen(
                 [*places.command(python, "malformed_worker"), label],
                 cwd="/",
-                env=environment,
+                env=places.environment_of(python, **arm.environment),
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

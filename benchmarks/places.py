@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import compileall
 import os
+import sys
 from functools import cache
 from pathlib import Path
+
+from .loaded import OURS
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -38,8 +41,8 @@ runpy.run_module("benchmarks." + name, run_name="__main__")
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of an environment of deps.sh, which may not exist."""
-    return CACHE / environment / "bin/python"
+    """The interpreter of an environment: this one for OURS, else one that deps.sh may have made."""
+    return Path(sys.executable) if environment == OURS else CACHE / environment / "bin/python"
 
 
 def command(python: Path | str, module: str) -> list[str]:
@@ -61,6 +64,12 @@ def own_environment(**more: str) -> dict[str, str]:
     package = Path(gdsload.__file__).resolve().parent
     _compile(package)
     return environment(PYTHONPATH=str(package.parent), **more)
+
+
+def environment_of(python: Path, **more: str) -> dict[str, str]:
+    """The same for a process of this interpreter: that of a peer's environment has no gdsload."""
+    ours = python == python_of(OURS)
+    return own_environment(**more) if ours else environment(**more)
 
 
 @cache

@@ -34,10 +34,8 @@ RANKS = (1, 2, 4)
 def loaded(arm: str, source: Path, count: int) -> dict[str, Any]:
     """One cold load by `count` ranks. Raises Refused if one fails."""
     files = files_of(source)
-    ours = ARMS[arm] == OURS
-    python = sys.executable if ours else places.python_of(PEERS)
+    python = places.python_of(ARMS[arm])
     command = [*places.command(python, "rank_worker"), arm, *map(str, files)]
-    environment = places.own_environment if ours else places.environment
 
     def evict() -> None:
         if left := cache.evict(files):
@@ -45,7 +43,8 @@ def loaded(arm: str, source: Path, count: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as meeting:
         environments = [
-            environment(
+            places.environment_of(
+                python,
                 RANK=str(number),
                 LOCAL_RANK=str(number),
                 WORLD_SIZE=str(count),

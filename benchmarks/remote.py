@@ -42,14 +42,13 @@ LATENCIES_MS = (0, 20)
 def loaded(arm: str, store: ObjectStore, shards: Sequence[str]) -> dict[str, Any]:
     """The result of one fresh process. Raises Refused if it fails."""
     kind = arm.partition(":")[0]
-    ours = ARMS[kind] == OURS
-    python = sys.executable if ours else places.python_of(ARMS[kind])
-    runai = {
-        "RUNAI_STREAMER_S3_ENDPOINT": store.environment["AWS_ENDPOINT_URL"],
-        "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
-    }
-    told = {**store.environment, **({} if ours else runai)}
-    environment = places.own_environment(**told) if ours else places.environment(**told)
+    python = places.python_of(ARMS[kind])
+    environment = places.environment_of(
+        python,
+        **store.environment,
+        RUNAI_STREAMER_S3_ENDPOINT=store.environment["AWS_ENDPOINT_URL"],
+        RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING="0",
+    )
     urls = [store.url()] if kind in DIRECTORY_URL else [store.url(shard) for shard in shards]
     command = [*places.command(python, "remote_worker"), arm, *urls]
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

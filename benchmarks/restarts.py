@@ -44,10 +44,8 @@ def started(
 
     Raises Refused if one fails.
     """
-    ours = ARMS[arm] == OURS
-    python = sys.executable if ours else places.python_of(ARMS[arm])
-    settings = parse(arm).environment
-    environment = (places.own_environment if ours else places.environment)(**settings)
+    python = places.python_of(ARMS[arm])
+    environment = places.environment_of(python, **parse(arm).environment)
     command = [*places.command(python, "restart_worker"), arm, str(source)]
     return children.at_once(arm, command, [environment] * count, prepare)
 

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, places, records, values
-from .loaded import OURS, files_of
+from .loaded import files_of
 from .records import Refused
 
 
 def require_installed(arms: Iterable[str], environments: Mapping[str, str]) -> None:
     """Raises Refused for an arm whose environment was not made: before the first round."""
     for arm in arms:
-        environment = environments[arm]
-        if environment != OURS and not places.python_of(environment).exists():
+        if not places.python_of(environments[arm]).exists():
             raise Refused(f"{arm}: not installed: make bench-deps, or gdsload bench deps")
 
 
