@@ -366,7 +366,7 @@ def by_native_path(row: Row) -> Row:
     return row
 
 
-def posix_cases(small: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def posix_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of load_file) of every engine, I/O mode and kind of buffer."""
     from gdsload.backends.posix.engines import ENGINES
 
@@ -417,7 +417,7 @@ def exact(context: Context) -> Iterator[Row | Check]:
     gpu, source = context.gpu, context.main_checkpoint
     wanted = expected(gpu, source)
 
-    for name, words in posix_cases(context.small):
+    for name, words in posix_cases():
         yield Check(name, lambda words=words: twice(gpu, wanted, loading(gpu, source, **words)))
     yield Check("auto", lambda: twice(gpu, wanted, loading(gpu, source, backend="auto")))
     for backend in ("gds_mt", "gds"):
@@ -1561,7 +1561,7 @@ def facts(context: Context) -> Iterator[Row | Check]:
                 "name": found.name,
                 "bus": found.bus,
                 "node": gpus.numa_node(found.bus),
-                "total_bytes": found.total_bytes,
+                "total_bytes": found.memory()[1],
             },
         },
     )

@@ -276,13 +276,6 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute, int ordinal)
     }
     return leave(0);
 }
-EXPORT int cuDeviceTotalMem_v2(size_t *bytes, int ordinal)
-{
-    ENTER(0);
-    (void)ordinal;
-    *bytes = capacity;
-    return leave(0);
-}
 EXPORT int cuDeviceGetPCIBusId(char *bus, int length, int ordinal)
 {
     ENTER(0);

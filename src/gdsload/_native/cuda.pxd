@@ -31,7 +31,6 @@ cdef struct CudaApi:
     int (*device_count)(int *count) noexcept nogil
     int (*device_get)(int *device, int ordinal) noexcept nogil
     int (*device_name)(char *name, int length, int device) noexcept nogil
-    int (*device_memory)(size_t *nbytes, int device) noexcept nogil
     int (*device_bus)(char *bus, int length, int device) noexcept nogil
     int (*device_attribute)(int *value, int attribute, int device) noexcept nogil
     int (*primary_retain)(void **context, int device) noexcept nogil

@@ -27,8 +27,8 @@ from gdsload._native.dynamic cimport fill_table, open_library
 # In the order of CudaApi.
 _SYMBOLS = (
     "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
-    "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId", "cuDeviceGetAttribute",
-    "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent",
+    "cuDeviceGetPCIBusId", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent",
     "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode",
     "cuMemGetInfo_v2", "cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostRegister_v2",
     "cuMemHostUnregister", "cuMemHostAlloc", "cuMemFreeHost", "cuMemcpyAsync",
@@ -110,7 +110,7 @@ cdef class Cuda:
 
 @cython.final
 cdef class Device:
-    """One device, with a reference to its primary context. Close it, or let it be collected."""
+    """One device, with a reference to its primary context."""
 
     cdef readonly Cuda cuda
     cdef readonly int ordinal
@@ -130,8 +130,6 @@ cdef class Device:
         cuda.require("cuDevicePrimaryCtxRetain", code)
 
     cdef own(self):
-        if self.context == NULL:
-            raise RuntimeError(f"device {self.ordinal} is closed")
         if self.cuda.pid != getpid():
             raise RuntimeError("CUDA was started before this process was forked from its parent")
 
@@ -150,8 +148,6 @@ cdef class Device:
 
     def handles(self):
         """(the driver's functions, the context): capsules for the native threads."""
-        if self.context == NULL:
-            raise RuntimeError(f"device {self.ordinal} is closed")
         return (
             PyCapsule_New(self.cuda.api, b"gdsload.cuda", NULL),
             PyCapsule_New(self.context, b"gdsload.context", NULL),
@@ -170,13 +166,6 @@ cdef class Device:
         cdef char text[64]
         self.cuda.require("cuDeviceGetPCIBusId", self.cuda.api.device_bus(text, 64, self.handle))
         return (<char *>text).decode(errors="replace").lower()
-
-    @property
-    def total_bytes(self):
-        """Bytes of device memory."""
-        cdef size_t nbytes = 0
-        self.cuda.require("cuDeviceTotalMem", self.cuda.api.device_memory(&nbytes, self.handle))
-        return nbytes
 
     @property
     def integrated(self):
@@ -305,15 +294,6 @@ cdef class Device:
         with nogil:
             code = self.cuda.api.stream_synchronize(<void *><uintptr_t>stream)
         self.leave("cuStreamSynchronize", code, mode)
-
-    def close(self):
-        """Releases the context. Idempotent."""
-        if self.context == NULL:
-            return
-        self.context = NULL
-        if self.cuda.pid == getpid():
-            with nogil:
-                self.cuda.api.primary_release(self.handle)
 
     def __dealloc__(self):
         # In C: at the end of the process the modules are gone before their objects.

@@ -1,7 +1,7 @@
 # Pages of memory and of the page cache. Their size, as the kernel reports it: 4 KiB on x86-64; 4, 16 or
 # 64 KiB on arm64. The alignment of direct I/O and of cuFile does not follow from it.
 
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from posix.mman cimport madvise
 from posix.unistd cimport _SC_PAGESIZE, sysconf
 

@@ -10,7 +10,6 @@ cdef extern from "<pthread.h>" nogil:
         pass
     ctypedef struct pthread_cond_t:
         pass
-    int pthread_create(pthread_t *, void *, void *(*)(void *) noexcept nogil, void *)
     int pthread_join(pthread_t, void **)
     int pthread_detach(pthread_t)
     int pthread_mutex_init(pthread_mutex_t *, void *)
