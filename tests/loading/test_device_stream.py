@@ -327,11 +327,8 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
     for address, nbytes in allocator.returned:
         assert ctypes.string_at(address, nbytes) == b"\x5a" * nbytes
 
-    def ended() -> bool:
-        gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
-        return not late_copies.owners()
-
-    wait_for(ended)
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+    wait_for(lambda: not late_copies.owners())
     gc.collect()
     assert len(allocator.returned) == allocator.lent
     allocator.device.release(allocator.address)
@@ -424,4 +421,3 @@ def test_capture_that_begins_during_a_load_gets_no_copy_from_host_memory(
 def test_driver_without_capture_query_reports_no_capture() -> None:
     device = Device(Cuda(str(gpudoubles.built("cuda_double", "OLD_DRIVER"))), 0)
     assert device.captures(0) is False
-    device.close()
