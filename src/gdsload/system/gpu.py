@@ -16,6 +16,7 @@ from gdsload._native.cuda import Cuda, CudaFailure, Device
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.system import lifecycle, shared_libraries
 from gdsload.system.available import available_bytes
+from gdsload.system.kernel_files import read_text
 
 # Left free on a device, for a context, kernels and the rounding of torch's allocator.
 SPARE_BYTES = 64 << 20
@@ -96,7 +97,7 @@ def capture_relaxed(device_name: str) -> Iterator[None]:
     Does nothing for the CPU, and for a device that gdsload has not opened.
     """
     with ExitStack() as undo:
-        with suppress(PlacementError, CudaFailure, RuntimeError):  # closed, or of the parent
+        with suppress(PlacementError, CudaFailure, RuntimeError):  # of the parent
             owner = _devices.get(ordinal_of(device_name))
             if owner is not None:
                 undo.callback(owner.restore, owner.relax())
@@ -130,9 +131,8 @@ def numa_node(bus: str, root: str = "/") -> int:
     domain, _, rest = bus.lower().partition(":")
     try:
         name = f"{int(domain, 16):04x}:{rest}"  # CUDA may write the domain with eight digits
-        with open(os.path.join(root, "sys/bus/pci/devices", name, "numa_node")) as file:
-            return int(file.read())
-    except (OSError, ValueError):
+        return int(read_text(root, f"sys/bus/pci/devices/{name}/numa_node"))
+    except ValueError:
         return -1
 
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gdsload.system.kernel_files import read_text
+
 
 class Mount(NamedTuple):
     """One mount.
@@ -59,13 +61,11 @@ def kind_of_device(device: int) -> str:
 def kind_of_file(fd: int) -> str:
     """The kind of filesystem of an open file; "" if it is not known. The device number would not
     do: an overlay of several filesystems makes up its own for files of the lower ones."""
-    try:
-        with open(f"/proc/self/fdinfo/{fd}") as file:
-            number = re.search(r"^mnt_id:\s*(\d+)$", file.read(), re.MULTILINE)
-    except OSError:
+    facts = read_text("/", f"proc/self/fdinfo/{fd}")
+    number = re.search(r"^mnt_id:\s*(\d+)$", facts, re.MULTILINE)
+    if number is None:
         return ""
-    mounts = _mounts() if number else ()
-    return next((mount.kind for mount in mounts if number and mount.number == number[1]), "")
+    return next((mount.kind for mount in _mounts() if mount.number == number[1]), "")
 
 
 def _mounts(root: str = "/") -> Iterator[Mount]:

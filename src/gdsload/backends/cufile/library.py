@@ -23,6 +23,7 @@ from gdsload.backends.base import Support, require_own_process
 from gdsload.backends.cufile import config
 from gdsload.errors import BackendUnavailable, GdsloadError
 from gdsload.system import gpu, lifecycle, quiesce, shared_libraries
+from gdsload.system.kernel_files import read_text
 
 NVFS, P2P, COMPAT = "nvfs", "p2p", "compat"
 # Reads by one of them that nobody counts.
@@ -488,8 +489,4 @@ def explain(code: int) -> str:
 
 
 def _text(path: str) -> str:
-    try:
-        with open(os.path.join(ROOT, path), errors="replace") as file:
-            return re.sub(r"\s+", " ", file.read()).strip()
-    except OSError:
-        return ""
+    return re.sub(r"\s+", " ", read_text(ROOT, path))
