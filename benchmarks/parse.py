@@ -28,7 +28,6 @@ from .layout import several
 from .places import CACHE
 
 DIRECTORY = CACHE / "many"
-TENSOR_BYTES = 4096
 SHAPE = (32, 64)  # BF16
 TARGET = ("plan", "place", "hand over")
 MOST_US = 5.0

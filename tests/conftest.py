@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 import compiled
 import gpudoubles
 from contract import BLOCK, SIZE, bytes_of
+from gated import Gate, gated
 from gdsload.backends import OpenFile
 from gdsload.loading import page_cache_fill, session
 from gdsload.readahead import prefetch
@@ -98,6 +99,13 @@ def object_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[O
             for name, value in server.environment(scheme).items():
                 monkeypatch.setenv(name, value)
         yield server
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Registers the backend "gated", whose reads complete when the test lets them."""
+    with gated() as gate:
+        yield gate
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,6 @@ struck, so that a swallowed fault shows.
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,8 +137,3 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[Faults]:
     faults.let_go()
     faults.wait_closed()
     assert faults.log.in_flight_at_close == 0
-
-
-ERRNOS = {
-    name: getattr(errno, name) for name in ("EIO", "EINTR", "EAGAIN", "EBUSY", "EINVAL", "ENODATA")
-}

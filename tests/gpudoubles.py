@@ -29,7 +29,6 @@ CODE, HANG, SHORT, ERRNO, NEGATIVE, LOST, TWICE, STRANGE, STATUS, HALF, LATE = r
 CLOSES_INPUT, DELAY = 12, 13  # DELAY: a call takes so many nanoseconds
 COMPAT, NVFS, P2P = 0, 1, 2
 KDL_CPU, KDL_CUDA = 1, 2
-AFTER_FORK = 77
 _PATIENCE_SECONDS = 120.0  # ends a test that would otherwise hang
 # What holds the memory of rings that a late read still wrote to at the end of a test. It stays, as
 # in a real process: memory that is unmapped while pinned would be pinned twice by a later test.

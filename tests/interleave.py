@@ -58,7 +58,6 @@ FILES = (DATA, SHORT_DATA)
 LONG_SECONDS = 1000.0
 MOST_VIRTUAL_NS = 8_000_000_000
 MOST_RATE = 1 << 30  # bytes per second; the lowest rate makes one read take 4 ms
-LEAST_RATE = 1 << 20
 # What the engine may answer, EIO of an engine that breaks, and the pump's own.
 ERRORS = {errno.EIO, errno.ENODATA, errno.ECANCELED, errno.ENOBUFS, errno.EFAULT, -1}
 

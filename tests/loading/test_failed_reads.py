@@ -20,7 +20,7 @@ import torch
 
 import descriptors
 import gdsload
-from gated import Gate, GatedBackend, GatedRequest, gated
+from gated import Gate, GatedBackend, GatedRequest
 from gdsload import warmup
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, OpenFile, Registration
@@ -66,12 +66,6 @@ def path(tmp_path: Path) -> Path:
     tensors = {f"t{n}": torch.full((LENGTH,), n + 1, dtype=torch.int32) for n in range(COUNT)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with gated() as gate:
-        yield gate
 
 
 @pytest.fixture

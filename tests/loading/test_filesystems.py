@@ -439,21 +439,19 @@ def test_dropping_load_of_a_file_of_another_user_reports_that_it_drops_nothing(
     assert report.refusals == {f"page_cache='drop' on {NAME}": "only its owner is told"}
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "depth"),
+    [(0.06, 0.04, 2 * DEPTH), (0.0, 0.04, 2 * DEPTH), (0.0, 0.0, DEPTH)],
+)
 def test_depth_of_distant_storage_follows_its_fastest_first_read(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: float,
+    second: float,
+    depth: int,
 ) -> None:
-    seconds = property(lambda shard: 0.06 if "00001" in shard.name else 0.04, lambda *_: None)
-    monkeypatch.setattr(Shard, "first_read_seconds", seconds, raising=False)
-    monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
-    gdsload.load_file(tiny_checkpoint, cache="buffered")
-    assert gdsload.last_report().depth == 2 * DEPTH
-
-
-@pytest.mark.parametrize(("warm", "depth"), [("00001", 2 * DEPTH), ("0000", DEPTH)])
-def test_depth_of_distant_storage_does_not_follow_headers_in_the_page_cache(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, warm: str, depth: int
-) -> None:
-    seconds = property(lambda shard: 0.0 if warm in shard.name else 0.04, lambda *_: None)
+    """0.0: the header was in the page cache, and its read says nothing about the storage."""
+    seconds = property(lambda shard: first if "00001" in shard.name else second, lambda *_: None)
     monkeypatch.setattr(Shard, "first_read_seconds", seconds, raising=False)
     monkeypatch.setattr(checkpoint_module, "filesystem_without_disk", lambda *_: "nfs4")
     gdsload.load_file(tiny_checkpoint, cache="buffered")

@@ -26,7 +26,7 @@ from safetensors.torch import load_file as reference_load_file, save_file
 
 import gdsload
 from command import run
-from gated import Gate, GatedBackend, gated
+from gated import Gate, GatedBackend
 from gdsload import events
 from gdsload.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError, PlacementError, ReadError
@@ -54,12 +54,6 @@ READ = {"cache": "buffered"}
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint, tmp_path / "model")
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with gated() as gate:
-        yield gate
 
 
 @pytest.fixture(autouse=True)

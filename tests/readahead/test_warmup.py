@@ -16,7 +16,7 @@ import pytest
 
 import gdsload
 from command import answer, process, run
-from gated import Gate, gated
+from gated import Gate
 from gdsload import warmup
 from gdsload.checkpoint import checkpoint as checkpoint_module
 from gdsload.cli.run_script import from_words
@@ -31,12 +31,6 @@ PATIENCE_SECONDS = 120.0
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint, tmp_path / "model")
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with gated() as gate:
-        yield gate
 
 
 @pytest.fixture(autouse=True)

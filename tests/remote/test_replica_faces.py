@@ -21,7 +21,6 @@ from object_server import ObjectServer
 pytest.importorskip("obstore")
 
 Tensors = dict[str, torch.Tensor]
-CONFIG = ("config.json", "generation_config.json")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file as reference_load_file
 
 import gdsload
-from gated import Gate, gated
+from gated import Gate
 from gdsload import api
 from gdsload.backends import Memory
 from gdsload.backends.posix.engines import ENGINES, try_engine
@@ -36,12 +35,6 @@ NAME = "model.norm.weight"
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint, tmp_path / "model")
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with gated() as gate:
-        yield gate
 
 
 def undumpable(checkpoint: Path) -> list[str]:
