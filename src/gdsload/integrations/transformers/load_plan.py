@@ -245,7 +245,7 @@ class _Planner:
         buffers = (
             _buffer(patterns, merged_by, self._dtypes, plan.fates, infos)
             for name, patterns in self._patterns_of.items()
-            if self._place_of(name) == "cpu" and not _is_dtensor(parameters.get(name))
+            if self._place_of(name) == "cpu" and not _is_dtensor(parameters[name])
         )
         plan.buffers = [buffer for buffer in buffers if buffer is not None]
         plan.buffers.sort(key=lambda b: min(FILE_ORDER(infos[kind.keys[0]]) for kind in b.kinds))
@@ -395,13 +395,13 @@ def _dtypes(loading: Any, load_config: Any) -> Callable[[str, Any], Any]:
         match = alternation.search(name) if dtype_plan else None
         if match is not None:
             return dtype_plan[group_of[match.lastgroup]]
-        return param.dtype if param is not None else load_config.dtype
+        return param.dtype
 
     return dtype_of
 
 
 def _is_dtensor(param: Any) -> bool:
-    return param is not None and hasattr(param, "placements") and hasattr(param, "device_mesh")
+    return hasattr(param, "placements") and hasattr(param, "device_mesh")
 
 
 class _Probe:
