@@ -6,7 +6,7 @@ read-ahead of the kernel makes: they grow. Compared with these, huge ones take a
 where the machine has memory ready, and twice as much where a hypervisor must find it first. So the
 threads measure both kinds, by CPU time, and use the cheaper (`page_choice.pxd`):
 
-    huge folios      ask for them in the mapping
+    huge folios      ask for them in the mapping: the kernel reads two
     growing folios   leave a mark ─► the read-ahead of the kernel makes larger ones with each window
 
 A read is a sequence of such streams. Each opens the file again, because the read-ahead of the kernel
@@ -15,7 +15,9 @@ follows one reader per open file:
     open again, map the range ─► populate (the read-ahead of this stream)
                               ─► populate the mapping of the load ─► take its faults
 
-Of a file that is partly in the page cache, units that are there are only mapped.
+Huge folios are not read ahead: that would be 8 MiB and more for each thread, and if a hypervisor must
+find the memory, the disk stands still for 0.1 s before the threads can tell. Of a file that is partly
+in the page cache, units that are there are only mapped.
 
 Growing folios are four times as large in each window of the read-ahead. The kernel marks one page of
 each window; when this page is read, it reads the next window ahead. A reader that finds its first page
@@ -43,8 +45,8 @@ from posix.fcntl cimport (
     O_CLOEXEC, O_NOCTTY, O_NONBLOCK, O_RDONLY, POSIX_FADV_WILLNEED, open, posix_fadvise,
 )
 from posix.mman cimport (
-    MADV_DONTFORK, MADV_DONTNEED, MADV_HUGEPAGE, MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap,
-    munmap,
+    MADV_DONTFORK, MADV_DONTNEED, MADV_HUGEPAGE, MADV_NORMAL, MADV_RANDOM, MAP_FAILED, MAP_PRIVATE,
+    PROT_READ, madvise, mmap, munmap,
 )
 from posix.uio cimport iovec, pwritev
 from posix.unistd cimport close, pread
@@ -192,12 +194,19 @@ cdef void choose_stream(
             unit_took(&folios.choice, 1, NO_HUGE_PAGE_NS)
             pthread_mutex_unlock(&folios.lock)
     stream.measured = done
-    stream.until = done + (UNIT_BYTES if stream.huge else GROWING_BYTES)
+    stream.until = done + (unit_part(read, done) + UNIT_BYTES if stream.huge else GROWING_BYTES)
 
 
 cdef uint64_t unit_part(const Read *read, uint64_t done) noexcept nogil:
     """Bytes of a read from `done` on that are in one unit of the file."""
     return min(UNIT_BYTES - (read.offset + done) % UNIT_BYTES, read.length - done)
+
+
+cdef void advise_mapping(const Read *read, int advice) noexcept nogil:
+    """What the mapping of a load is for: with MADV_RANDOM its pages do not read ahead, which is left
+    to the streams."""
+    cdef char *start = <char *>page_floor(<uintptr_t>read.address)
+    madvise(start, read.address + read.length - start, advice)
 
 
 cdef int populate(char *address, uint64_t length) noexcept nogil:
@@ -236,6 +245,14 @@ cdef void take_faults(int sink, char *address, uint64_t length) noexcept nogil:
         step //= 2
 
 
+cdef int is_second(
+    const Stream *stream, const Read *read, uint64_t done, uint64_t length
+) noexcept nogil:
+    """Whether this unit is the second of a pair of huge folios, which the kernel reads together. To
+    use it in the mapping of the stream would read the next ones ahead."""
+    return stream.huge and done > stream.measured and present_bytes(read, done, length) >= length
+
+
 cdef int64_t read_unit(
     const Read *read, Stream *stream, int sink, uint64_t done, uint64_t length
 ) noexcept nogil:
@@ -248,7 +265,8 @@ cdef int64_t read_unit(
     cdef uint64_t offset = read.offset + done, copied = 0
     cdef int64_t got
     if stream.base != NULL:
-        populate(stream.base + (offset - stream.offset), length)
+        if not is_second(stream, read, done, length):
+            populate(stream.base + (offset - stream.offset), length)
         forget(stream, offset + length)
     else:  # page faults would read page by page, or far more than the unit
         posix_fadvise(read.fd, <int64_t>offset, <int64_t>length, POSIX_FADV_WILLNEED)
@@ -319,6 +337,7 @@ cdef int64_t read_mapped(
     cdef uint8_t[MOST_UNITS] present
     find_present(read, present)
     memset(&stream, 0, sizeof(stream))
+    advise_mapping(read, MADV_RANDOM)
     while done < read.length:
         length = unit_part(read, done)
         if present[number] and map_present(read, &stream, done, length):
@@ -342,6 +361,7 @@ cdef int64_t read_mapped(
     measure(&stream, folios, done)
     pthread_mutex_unlock(&folios.lock)
     close_stream(&stream)
+    advise_mapping(read, MADV_NORMAL)
     if sink >= 0:
         close(sink)
     return <int64_t>done if done else got
