@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 
 import gdsload
+from gdsload._native import system
 from gdsload._native.first_touch import MODES
 from gdsload.backends.posix import PosixBackend
 from gdsload.checkpoint import Checkpoint, Shard, checkpoint as checkpoint_module
@@ -32,6 +33,7 @@ from gdsload.memory import page_cache
 from gdsload.planning.read_plan import Limits, byte_ranges_of
 from gdsload.report import LoadReport
 from gdsload.system import available
+from gdsload.system.storage import FILL_UNIT_BYTES
 from storage import kept_warm, make_cold
 
 MADV_POPULATE_READ = 22  # not in Python's mmap
@@ -136,17 +138,7 @@ def test_file_with_gaps_in_the_page_cache_is_completed(several_streams: Path, pa
 
 
 def test_option_chooses_the_folios(several_streams: Path) -> None:
-    make_cold(several_streams)
-    size = several_streams.stat().st_size
-    with (
-        several_streams.open("rb") as file,
-        mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ) as mapping,
-    ):
-        with suppress(OSError):  # an old kernel
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-            mapping.madvise(MADV_POPULATE_READ)
-        if not mapped_as_huge(several_streams):
-            pytest.skip("this filesystem or kernel has no huge folios, or memory has none free")
+    require_huge_folios(several_streams)
     mapped = {}
     for pages in ("huge", "small"):
         make_cold(several_streams)
@@ -154,6 +146,35 @@ def test_option_chooses_the_folios(several_streams: Path) -> None:
         mapped[pages] = mapped_as_huge(several_streams)
         del held
     assert mapped["small"] < mapped["huge"]
+
+
+def test_huge_folios_are_not_read_ahead(several_streams: Path) -> None:
+    """A hypervisor may have to find memory for each of them."""
+    require_huge_folios(several_streams)
+    with several_streams.open("rb") as file:
+        try:
+            system.cachestat(file.fileno(), 0, 1)
+        except OSError:
+            pytest.skip("this kernel does not tell whether the second of a pair was read")
+    make_cold(several_streams)
+    got = gdsload.load_file(
+        several_streams, names=["t67108864"], page_cache="fill", options={"pages": "huge"}
+    )
+    beside = page_cache.resident_bytes(several_streams) - got["t67108864"].nbytes
+    assert beside <= 3 * FILL_UNIT_BYTES  # the units at both ends, and the second of a pair
+
+
+def require_huge_folios(path: Path) -> None:
+    make_cold(path)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as mapping,
+    ):
+        with suppress(OSError):  # an old kernel
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            mapping.madvise(MADV_POPULATE_READ)
+        if not mapped_as_huge(path):
+            pytest.skip("this filesystem or kernel has no huge folios, or memory has none free")
 
 
 def mapped_as_huge(path: Path) -> int:
