@@ -98,7 +98,7 @@ if arm not in ("imports", "read"):
 if arm in ("prefetch", "read", "one call"):
     report = gdsload.last_report() if arm == "one call" else ahead.report
     spans = [(s.name, s.start - begin, s.end - begin) for s in report.spans
-             if s.track.startswith("requests")]
+             if s.track.startswith("reads of ")]
 print(json.dumps({"marks": marks, "checksum": checksum, "reads": spans}))
 """
 
