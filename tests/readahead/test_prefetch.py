@@ -56,6 +56,15 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint, tmp_path / "model")
 
 
+def lose(ahead: gdsload.Prefetch, gate: Gate, end: str) -> None:
+    """Ends a prefetch before it has read all: "cancel", "close" or "fail"."""
+    if end == "fail":
+        gate.open(count=1, error=errno.EIO)
+        gate.open()  # the others go on
+    else:
+        getattr(ahead, end)()
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     yield
@@ -470,11 +479,7 @@ def test_what_a_prefetch_loses_the_load_reads_itself(
     loader = threading.Thread(target=lambda: loaded.append(gdsload.load_file(checkpoint, **READ)))
     loader.start()
     assert claimed.wait(PATIENCE_SECONDS)
-    if end == "fail":
-        gate.open(count=1, error=errno.EIO)
-        gate.open()  # the others go on
-    else:
-        getattr(ahead, end)()
+    lose(ahead, gate, end)
     loader.join(PATIENCE_SECONDS)
     assert_same(loaded[0], reference(checkpoint))
     with pytest.raises(ReadError if end == "fail" else PrefetchCancelled):
@@ -1121,11 +1126,7 @@ def test_bytes_that_a_prefetch_has_lost_are_given_back_by_the_load_that_claimed_
     )
     loader.start()
     assert claimed.wait(PATIENCE_SECONDS)
-    if end == "fail":
-        gate.open(count=1, error=errno.EIO)
-        gate.open()  # the others go on
-    else:
-        getattr(ahead, end)()
+    lose(ahead, gate, end)
     loader.join(PATIENCE_SECONDS)
     ahead.close()
     taken = loaded["t0"].data_ptr()

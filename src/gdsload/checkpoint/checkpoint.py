@@ -586,7 +586,7 @@ def _merged(
                         path=shard.path,
                         tensor=name,
                     )
-                del tensors[name]  # so that the one that counts is at the position of its shard
+                del tensors[name]  # the new entry is then in the order of the shards
         tensors.update(header)
     if strict:
         for name, wanted in (files.weight_map or {}).items():

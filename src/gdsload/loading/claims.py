@@ -143,9 +143,8 @@ class Offer:
 
     def free_claimed(self, claim: Claim) -> None:
         """Frees the pages of a claimed range, which becomes no tensor."""
-        start, nbytes = claim.range[2:]
-        _, view, _, first, last, of_file, _ = claim
-        row = OfferedRange(start, start + nbytes, view, first, last, of_file)
+        start, end = claim.range.offset, claim.range.offset + claim.range.nbytes
+        row = OfferedRange(start, end, claim.view, claim.first, claim.last, claim.of_file)
         with self._lock:
             self._free_pages(self._batch, [row])
 
