@@ -54,7 +54,7 @@ from posix.unistd cimport close, pread
 from gdsload._native.atomics cimport gds_add, gds_load
 from gdsload._native.engine cimport Read
 from gdsload._native.memory cimport UNIT_BYTES
-from gdsload._native.page_choice cimport NO_HUGE_PAGE_NS, choose_huge, unit_took
+from gdsload._native.page_choice cimport NO_HUGE_PAGE_NS, choose_huge, huge_is_cheap, unit_took
 from gdsload._native.pages cimport (
     MADV_POPULATE_READ, advise, page_bytes, page_floor, pages_in_cache,
 )
@@ -77,7 +77,8 @@ cdef enum:
     FAULT_NS = 1000
     COPY_BYTES = 65536           # on the stack of a worker
     MOST_UNITS = 513             # of a read: it has 1 GiB at most
-    GROWING_BYTES = 33554432     # of a stream of growing folios: four windows of 8 MiB
+    WINDOW_BYTES = 8388608       # of the read-ahead
+    GROWING_BYTES = 33554432     # of a stream of growing folios: four windows
     # A read that takes longer ends short, and the pump continues it: a slow disk is no stalled one.
     MOST_NS = 1000000000
 
@@ -89,6 +90,7 @@ cdef struct Stream:
     uint64_t kept                # where the range in the file begins that it has in page tables
     int huge                     # whether it asks for huge folios; never without `base`
     uint64_t until               # bytes of the read at the next choice
+    uint64_t grown               # bytes of the read where growing folios would be huge
     uint64_t measured            # bytes of the read at the last choice
     int64_t measured_ns          # CPU time of the thread at the last choice
 
@@ -177,14 +179,24 @@ cdef void measure(Stream *stream, Folios *folios, uint64_t done) noexcept nogil:
 cdef void choose_stream(
     Stream *stream, Folios *folios, const Read *read, uint64_t done
 ) noexcept nogil:
-    """Continues a stream, or begins the next one, as is cheaper."""
-    cdef int huge
+    """Continues a stream, or begins the next one, as is cheaper.
+
+    While it is not known what huge folios cost, growing ones are left after the first window if these
+    turn out to be cheap. Such a part is not measured: the first windows cost most.
+    """
+    cdef int huge, known
     pthread_mutex_lock(&folios.lock)
-    measure(stream, folios, done)
+    if done < stream.grown and not huge_is_cheap(&folios.choice):
+        stream.until = stream.grown
+        pthread_mutex_unlock(&folios.lock)
+        return
+    if done >= stream.grown:
+        measure(stream, folios, done)
     huge = (
         read.length - done >= UNIT_BYTES
         and choose_huge(&folios.choice, GROWING_BYTES // UNIT_BYTES)
     )
+    known = folios.choice.huge_ns > 0
     pthread_mutex_unlock(&folios.lock)
     stream.measured_ns = cpu_ns()
     if not (huge and stream.huge):
@@ -194,7 +206,12 @@ cdef void choose_stream(
             unit_took(&folios.choice, 1, NO_HUGE_PAGE_NS)
             pthread_mutex_unlock(&folios.lock)
     stream.measured = done
-    stream.until = done + (unit_part(read, done) + UNIT_BYTES if stream.huge else GROWING_BYTES)
+    stream.until = stream.grown = done
+    if stream.huge:
+        stream.until += unit_part(read, done) + UNIT_BYTES
+    else:
+        stream.grown += GROWING_BYTES
+        stream.until += GROWING_BYTES if known else WINDOW_BYTES
 
 
 cdef uint64_t unit_part(const Read *read, uint64_t done) noexcept nogil:
@@ -316,7 +333,7 @@ cdef int map_present(const Read *read, Stream *stream, uint64_t done, uint64_t l
         return 0
     if read.memory != NULL:
         gds_add(&read.memory.present_bytes, <int64_t>length)
-    stream.until = done + length
+    stream.until = stream.grown = done + length
     stream.measured += length
     stream.measured_ns += cpu_ns() - began
     return 1

@@ -14,10 +14,11 @@ cdef enum:
     CHEAP_NS = 250000
     # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
     NO_HUGE_PAGE_NS = 10000000
-    # Units between two tries of the dearer kind, because costs change; doubled as long as the other
-    # kind stays cheaper and the dearer one as dear. 256 units are 512 MiB.
-    FIRST_RETRY_UNITS = 16
-    LAST_RETRY_UNITS = 256
+    # Units between two tries of the dearer kind, because costs change: 128 MiB to 1 GiB. Doubled as
+    # long as the other kind stays cheaper and the dearer one as dear. Where a hypervisor must find
+    # the memory, a try takes as long as 20 units of small pages, and the disk waits for it.
+    FIRST_RETRY_UNITS = 64
+    LAST_RETRY_UNITS = 512
     # A unit counts at most this many times the mean of its kind, or CHEAP_NS if that is more.
     MOST_MEANS = 8
 
@@ -31,23 +32,30 @@ cdef struct PageChoice:
     int retry_units              # 0: nothing was preferred yet
 
 
+cdef inline int huge_is_cheap(const PageChoice *self) noexcept nogil:
+    """Whether huge pages were tried, and cost so little that no others can be cheaper."""
+    return 0 < self.huge_ns <= CHEAP_NS
+
+
 cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
-    """Whether huge pages are for the next units. `units`: how many these are, if they are small."""
+    """Whether huge pages are for the next units. `units`: how many these are, if they are small.
+
+    Until it is known what a huge page costs, only the first caller tries them, and another one
+    after FIRST_RETRY_UNITS: if they are dear, few are in flight.
+    """
     cdef int huge
     if self.mode != AUTO:
         return self.mode == HUGE
-    if self.huge_ns <= CHEAP_NS:
+    if huge_is_cheap(self):
         return 1
-    if self.small_ns == 0:
-        return 0
-    huge = self.huge_ns <= self.small_ns
-    if huge != self.huge_preferred or self.retry_units == 0:
+    huge = 0 < self.huge_ns <= self.small_ns
+    if huge != self.huge_preferred:
         self.huge_preferred = huge
         self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
     if self.units_until_retry > 0:
         self.units_until_retry -= 1 if huge else units
         return huge
-    self.retry_units = min(2 * self.retry_units, <int>LAST_RETRY_UNITS)
+    self.retry_units = min(2 * self.retry_units, <int>LAST_RETRY_UNITS) or <int>FIRST_RETRY_UNITS
     self.units_until_retry = self.retry_units
     return not huge
 
@@ -61,10 +69,7 @@ cdef inline void unit_took(PageChoice *self, int huge, int64_t took) noexcept no
     """
     cdef int64_t *mean = &self.huge_ns if huge else &self.small_ns
     took = max(took, <int64_t>1)  # some sandboxes count in ticks
-    if mean[0] == 0:
-        mean[0] = took
-        return
     if took < mean[0] // 2 and huge != self.huge_preferred:
         self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
     took = min(took, MOST_MEANS * max(mean[0], <int64_t>CHEAP_NS))
-    mean[0] = (3 * mean[0] + took) // 4
+    mean[0] = (3 * mean[0] + took) // 4 if mean[0] else took
