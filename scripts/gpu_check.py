@@ -762,16 +762,20 @@ ABORTS = 4 if sys.version_info < (3, 14) else 1
 
 
 def exit_with_daemon(context: Context) -> None:
-    """The tensors stay, because torch frees a tensor without the GIL: see `ABORTS`."""
+    """The tensors stay, because torch frees a tensor without the GIL: see `ABORTS`. Those of a load
+    that is refused, since the process ends, are in the frames of its error."""
     import gdsload
 
     source = context.main_checkpoint
     # Here, since the end of the process is not to meet the start of CUDA in the thread.
-    kept = [gdsload.load_file(source, context.device)]
+    kept: list[object] = [gdsload.load_file(source, context.device)]
 
     def loads() -> None:
-        while True:
-            kept.append(gdsload.load_file(source, context.device))
+        try:
+            while True:
+                kept.append(gdsload.load_file(source, context.device))
+        except gdsload.PlacementError as error:
+            kept.append(error)
 
     threading.Thread(target=loads, daemon=True).start()
     time.sleep(0.3)
