@@ -29,7 +29,7 @@ cdef struct PageChoice:
     int64_t small_ns             # mean CPU time of a unit as small pages; 0: none
     int huge_preferred           # whether huge pages were cheaper at the last choice
     int units_until_retry
-    int retry_units              # 0: nothing was preferred yet
+    int retry_units              # 0: nothing was compared yet
 
 
 cdef inline int huge_is_cheap(const PageChoice *self) noexcept nogil:
@@ -48,6 +48,8 @@ cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
         return self.mode == HUGE
     if huge_is_cheap(self):
         return 1
+    if self.huge_ns != 0 and self.small_ns == 0:
+        return 0
     huge = 0 < self.huge_ns <= self.small_ns
     if huge != self.huge_preferred:
         self.huge_preferred = huge
