@@ -89,10 +89,28 @@ def test_huge_pages_that_become_dear_are_left_within_a_few_units(choice: Any) ->
 
 
 def test_dear_huge_pages_that_become_cheap_are_used_after_a_few_tries(choice: Any) -> None:
+    """The tries follow each other at once."""
     units_by_kind(choice, 2000, DEAR, 1)
-    units_by_kind(choice, 512 + 7 * 64, CHEAP, 1)
+    units_by_kind(choice, 512 + 7, CHEAP, 1)
     huge, small = units_by_kind(choice, 64, CHEAP, 1)
     assert huge > small
+
+
+def test_single_dear_unit_in_a_run_of_cheap_ones_does_not_change_the_choice(choice: Any) -> None:
+    choice.took(False, 450)
+    for _ in range(20):
+        for _ in range(8):
+            choice.took(True, 150)
+        choice.took(True, DEAR)
+        assert sum(choice.choose(STREAM) for _ in range(8)) >= 7  # small ones are tried, too
+
+
+def test_single_cheap_unit_in_a_run_of_dear_ones_does_not_change_the_choice(choice: Any) -> None:
+    units_by_kind(choice, 200, DEAR, 1)
+    for _ in range(20):
+        choice.took(True, CHEAP // 2)
+        huge, _ = units_by_kind(choice, 64, DEAR, 1)
+        assert huge <= 2
 
 
 def test_kind_that_was_asked_for_is_not_compared(choices: Any) -> None:

@@ -54,7 +54,9 @@ from posix.unistd cimport close, pread
 from gdsload._native.atomics cimport gds_add, gds_load
 from gdsload._native.engine cimport Read
 from gdsload._native.memory cimport UNIT_BYTES
-from gdsload._native.page_choice cimport NO_HUGE_PAGE_NS, choose_huge, huge_is_cheap, unit_took
+from gdsload._native.page_choice cimport (
+    HUGE, NO_HUGE_PAGE_NS, choose_huge, huge_is_cheap, unit_took,
+)
 from gdsload._native.pages cimport (
     MADV_POPULATE_READ, advise, page_bytes, page_floor, pages_in_cache,
 )
@@ -181,10 +183,10 @@ cdef void choose_stream(
 ) noexcept nogil:
     """Continues a stream, or begins the next one, as is cheaper.
 
-    While it is not known what huge folios cost, growing ones are left after the first window if these
-    turn out to be cheap. Such a part is not measured: the first windows cost most.
+    Growing folios are left after their first window if huge ones have turned out to be cheap. Such a
+    part is not measured: the first windows cost most.
     """
-    cdef int huge, known
+    cdef int huge, whole = not has_present(read, done)
     pthread_mutex_lock(&folios.lock)
     if done < stream.grown and not huge_is_cheap(&folios.choice):
         stream.until = stream.grown
@@ -194,24 +196,31 @@ cdef void choose_stream(
         measure(stream, folios, done)
     huge = (
         read.length - done >= UNIT_BYTES
+        and (whole or folios.choice.mode == HUGE or huge_is_cheap(&folios.choice))
         and choose_huge(&folios.choice, GROWING_BYTES // UNIT_BYTES)
     )
-    known = folios.choice.huge_ns > 0
     pthread_mutex_unlock(&folios.lock)
-    stream.measured_ns = cpu_ns()
     if not (huge and stream.huge):
         open_stream(stream, read, done, huge)
         if huge and not stream.huge:
             pthread_mutex_lock(&folios.lock)
             unit_took(&folios.choice, 1, NO_HUGE_PAGE_NS)
             pthread_mutex_unlock(&folios.lock)
+    stream.measured_ns = cpu_ns()
     stream.measured = done
     stream.until = stream.grown = done
     if stream.huge:
         stream.until += unit_part(read, done) + UNIT_BYTES
     else:
         stream.grown += GROWING_BYTES
-        stream.until += GROWING_BYTES if known else WINDOW_BYTES
+        stream.until += WINDOW_BYTES
+
+
+cdef int has_present(const Read *read, uint64_t done) noexcept nogil:
+    """Whether part of the unit of the file in which a read goes on is in the page cache, as the header
+    is. Its folio will not be huge, and what it costs says nothing about huge ones."""
+    cdef uint64_t offset = read.offset + done
+    return pages_in_cache(read.fd, offset - offset % UNIT_BYTES, UNIT_BYTES) > 0
 
 
 cdef uint64_t unit_part(const Read *read, uint64_t done) noexcept nogil:

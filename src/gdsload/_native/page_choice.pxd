@@ -19,8 +19,8 @@ cdef enum:
     # the memory, a try takes as long as 20 units of small pages, and the disk waits for it.
     FIRST_RETRY_UNITS = 64
     LAST_RETRY_UNITS = 512
-    # A unit counts at most this many times the mean of its kind, or CHEAP_NS if that is more.
-    MOST_MEANS = 8
+    # A unit counts at most this, or twice the mean of the other kind.
+    MOST_NS = 1000000
 
 # Zeroed memory, but for `mode`, is a choice of which nothing is known yet.
 cdef struct PageChoice:
@@ -65,13 +65,16 @@ cdef inline int choose_huge(PageChoice *self, int units) noexcept nogil:
 cdef inline void unit_took(PageChoice *self, int huge, int64_t took) noexcept nogil:
     """Adds the CPU time of a unit to the mean of its kind, to which it counts a quarter.
 
-    A single unit may take very long: what it counts is limited. Costs that have risen are followed
-    within a few units all the same. If a unit of the dearer kind takes less than half of the mean,
-    this kind is tried again soon: one of the two was an exception.
+    Costs come in runs, and single units are exceptions. So what a unit counts is limited: about three
+    of them in a row change the choice. If one of the dearer kind takes less than half of the mean, the
+    next one follows at once.
     """
     cdef int64_t *mean = &self.huge_ns if huge else &self.small_ns
+    cdef int64_t other = self.small_ns if huge else self.huge_ns
+    cdef int64_t most
     took = max(took, <int64_t>1)  # some sandboxes count in ticks
+    most = max(2 * other, <int64_t>MOST_NS) if other else took
     if took < mean[0] // 2 and huge != self.huge_preferred:
-        self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
-    took = min(took, MOST_MEANS * max(mean[0], <int64_t>CHEAP_NS))
-    mean[0] = (3 * mean[0] + took) // 4 if mean[0] else took
+        self.units_until_retry = self.retry_units = 0
+    took = min(took, most)
+    mean[0] = (3 * min(mean[0], most) + took) // 4 if mean[0] else took
