@@ -79,22 +79,19 @@ def header_length(head: bytes, size: int, *, path: str, limit: int = HEADER_LIMI
 
 
 _NOT_SAFETENSORS = "not a safetensors file"
-_SIGNATURES = tuple(
-    (re.compile(pattern, re.DOTALL | re.IGNORECASE), meaning)
-    for pattern, meaning in (
-        (rb"version https://git-lfs", "a git-lfs pointer, not the file itself: `git lfs pull`"),
-        (rb"\x1f\x8b", f"gzip data, {_NOT_SAFETENSORS}: unpack it first"),
-        (rb"\x28\xb5\x2f\xfd", f"zstd data, {_NOT_SAFETENSORS}: unpack it first"),
-        (rb"PK\x03\x04", f"a zip archive (as torch.save writes), {_NOT_SAFETENSORS}"),
-        (rb"\x80[\x02-\x05]", f"a Python pickle, {_NOT_SAFETENSORS}"),
-        (rb"GGUF", f"a GGUF file, {_NOT_SAFETENSORS}"),
-        (rb"\x89HDF", f"an HDF5 file, {_NOT_SAFETENSORS}"),
-        (rb"\x93NUMPY", f"a NumPy file, {_NOT_SAFETENSORS}"),
-        (rb"\s*<(!doctype|html|head)", f"an HTML page, {_NOT_SAFETENSORS}: the download failed"),
-        (rb"\s*<(\?xml|error)", f"an XML answer, {_NOT_SAFETENSORS}: the download failed"),
-        (rb'\s*\{"|\{\s+"', f"bare JSON, {_NOT_SAFETENSORS}"),
-        (rb"\0{8,}\Z", "a file that begins with zeros only: its download was not finished"),
-    )
+_SIGNATURES = (
+    (rb"version https://git-lfs", "a git-lfs pointer, not the file itself: `git lfs pull`"),
+    (rb"\x1f\x8b", f"gzip data, {_NOT_SAFETENSORS}: unpack it first"),
+    (rb"\x28\xb5\x2f\xfd", f"zstd data, {_NOT_SAFETENSORS}: unpack it first"),
+    (rb"PK\x03\x04", f"a zip archive (as torch.save writes), {_NOT_SAFETENSORS}"),
+    (rb"\x80[\x02-\x05]", f"a Python pickle, {_NOT_SAFETENSORS}"),
+    (rb"GGUF", f"a GGUF file, {_NOT_SAFETENSORS}"),
+    (rb"\x89HDF", f"an HDF5 file, {_NOT_SAFETENSORS}"),
+    (rb"\x93NUMPY", f"a NumPy file, {_NOT_SAFETENSORS}"),
+    (rb"\s*<(!doctype|html|head)", f"an HTML page, {_NOT_SAFETENSORS}: the download failed"),
+    (rb"\s*<(\?xml|error)", f"an XML answer, {_NOT_SAFETENSORS}: the download failed"),
+    (rb'\s*\{"|\{\s+"', f"bare JSON, {_NOT_SAFETENSORS}"),
+    (rb"\0{8,}\Z", "a file that begins with zeros only: its download was not finished"),
 )
 
 
@@ -104,7 +101,7 @@ def foreign(head: bytes, path: str) -> str | None:
     Only for files that failed: the length in a valid header may look like any of these formats.
     """
     for signature, meaning in _SIGNATURES:
-        if signature.match(head):
+        if re.match(signature, head, re.DOTALL | re.IGNORECASE):
             return f"{path}: this is {meaning}"
     return None
 

@@ -26,10 +26,11 @@ PathLike = str | os.PathLike[str]
 
 _STEMS = ("model", "diffusion_pytorch_model")  # the names that transformers and diffusers save
 _SUFFIX = ".safetensors"
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-_COMMIT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*")
+# Compiled at their first use: it takes up to 1 ms each, which the first load would pay for.
+_HUB_ID = r"(?a)\w[\w.-]*(/\w[\w.-]*)?"
+_COMMIT = r"[0-9A-Za-z][0-9A-Za-z._-]*"
 # With a variant after the numbers in older checkpoints of diffusers.
-_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)((?:\.[\w.-]+)?)\.safetensors", re.DOTALL)
+_NUMBERED = r"(?s)(.*)-(\d+)-of-(\d+)((?:\.[\w.-]+)?)\.safetensors"
 
 
 class ShardPath(NamedTuple):
@@ -132,7 +133,7 @@ def locate(
                 folder, name = os.path.split(title)
                 return _from_index(LocalDirectory(folder), name, title, limit)
             return CheckpointFiles(title, (ShardPath(os.path.basename(title), title),))
-        if not _HUB_ID.fullmatch(title) or title.endswith((_SUFFIX, ".json")):
+        if not re.fullmatch(_HUB_ID, title) or title.endswith((_SUFFIX, ".json")):
             hint = " (~ is not expanded here)" if title.startswith("~") else ""
             raise _not_found(f"No such file or directory: {title}{hint}", title)
         directory = _snapshot(title, revision, cache_dir)
@@ -278,7 +279,7 @@ def _require_all_numbers(shards: tuple[ShardPath, ...], directory: str) -> None:
     """Without an index, only the numbers in the file names can show that a shard is missing."""
     sets: dict[tuple[str, str, str], set[int]] = {}
     for shard in shards:
-        if match := _NUMBERED.fullmatch(shard.name):
+        if match := re.fullmatch(_NUMBERED, shard.name):
             sets.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
     for (stem, total, _), present in sets.items():
         count = int(total)
@@ -348,7 +349,7 @@ def _expanded(path: str) -> str:
 def hub_folder(source: str) -> str:
     """The directory of a model in the hub cache, such as "models--org--name"; "" if `source` is
     not the id of a model."""
-    return "models--" + source.replace("/", "--") if _HUB_ID.fullmatch(source) else ""
+    return "models--" + source.replace("/", "--") if re.fullmatch(_HUB_ID, source) else ""
 
 
 def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) -> str:
@@ -371,10 +372,10 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
     reference = os.path.join(repo, "refs", wanted)
     if is_file(reference):
         commit = read_small(reference, 4096).decode("utf-8", "replace").strip()
-        if not _COMMIT.fullmatch(commit):
+        if not re.fullmatch(_COMMIT, commit):
             raise CheckpointError(f"{reference}: this does not contain a commit", path=reference)
     snapshot = os.path.join(repo, "snapshots", commit)
-    if not _COMMIT.fullmatch(commit) or not is_directory(snapshot):
+    if not re.fullmatch(_COMMIT, commit) or not is_directory(snapshot):
         raise _not_found(
             f"{repo_id}: revision {shown(wanted)} is not in the hub cache {cache}; it has"
             f" {_revisions(repo)}",

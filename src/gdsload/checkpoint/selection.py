@@ -23,13 +23,14 @@ Choice: TypeAlias = "str | re.Pattern[str] | Callable[[str], bool]"
 # A choice, or several: a tensor is wanted if one of them fits. None: all tensors.
 Names: TypeAlias = "Choice | Iterable[Choice] | None"
 
-_GLOB = re.compile(r"[*?[]")
+# Compiled at their first use: it takes up to 1 ms each, which the first load would pay for.
+_GLOB = r"[*?[]"
 # Comparing a name with 1000 others takes 20 ms.
 _MOST_COMPARED = 2000
 _LONGEST_COMPARED = 200
 # More digits are no number of a layer, and Python refuses to convert thousands of them.
-_LAYER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d{1,18})(?=\.|$)")
+_LAYER = r"(?:^|\.)(\d{1,18})(?=\.|$)"
+_EXPERT = r"(?:^|\.)experts\.(\d{1,18})(?=\.|$)"
 
 
 class Selection:
@@ -109,12 +110,14 @@ def experts(first: int = 0, end: int | None = None) -> Selection:
     return _numbered("experts", _EXPERT, first, end)
 
 
-def _numbered(kind: str, pattern: re.Pattern[str], first: int, end: int | None) -> Selection:
+def _numbered(kind: str, pattern: str, first: int, end: int | None) -> Selection:
     if first < 0 or (end is not None and end <= first):
         raise ValueError(f"{kind}({first}, {end}): there are none from {first} to {end}")
 
+    search = re.compile(pattern).search
+
     def fits(name: str) -> bool:
-        found = pattern.search(name)
+        found = search(name)
         return found is not None and first <= int(found[1]) and (end is None or int(found[1]) < end)
 
     return Selection(fits, f"{kind}({first}, {end})")
@@ -184,7 +187,7 @@ def chosen(tensors: Mapping[str, TensorInfo], names: Names, source: str) -> list
         if info is not None:
             found[info.name] = info
             continue
-        if isinstance(choice, str) and not _GLOB.search(choice):
+        if isinstance(choice, str) and not re.search(_GLOB, choice):
             raise no_such_tensor(choice, tensors, source)
         fits = predicate(choice)
         hits = {name: each for name, each in tensors.items() if fits(name)}

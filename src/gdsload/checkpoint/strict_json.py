@@ -78,15 +78,16 @@ _decoder = partial(
 )
 _DECODER = _decoder()
 _SLOW_DECODER = _decoder(parse_int=_exact_int)
-_MAYBE_MINUS_ZERO = re.compile(rb"[\[,:\s]-0")
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Compiled at their first use: it takes up to 1 ms each, which the first load would pay for.
+_MAYBE_MINUS_ZERO = rb"[\[,:\s]-0"
+_STRING = rb'(?s)"(?:[^"\\]|\\.)*"'
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 _SAFE_RECURSION = 10_000  # levels of the C parser that fit into the smallest usual stack
 _CHECKED_BYTES = 4 << 20  # parsing shorter JSON takes 150 MB at most
 # Bytes of the objects that a parser makes for each of these characters, at most; of a header with a
 # million tensors 1.3 times what it takes.
 _OBJECT_BYTES = {b"[": 88, b"{": 64, b",": 44, b":": 80, b'"': 30}
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE_ESCAPE = rb"\\u[dD][89a-fA-F]"
 
 
 def strict_json(raw: bytes, path: str = "it") -> Any:
@@ -102,14 +103,14 @@ def strict_json(raw: bytes, path: str = "it") -> Any:
     except UnicodeDecodeError as error:
         raise FormatError(f"its JSON is not UTF-8 (byte {error.start})") from None
     # A substring search first, here and below: it costs almost nothing.
-    slow = b"-0" in raw and _MAYBE_MINUS_ZERO.search(raw) is not None
+    slow = b"-0" in raw and re.search(_MAYBE_MINUS_ZERO, raw) is not None
     # The host program may have raised the two limits of the interpreter that guard the C parser.
     slow = slow or not 0 < getattr(sys, "get_int_max_str_digits", int)() <= _DIGITS_LIMIT
     if sys.getrecursionlimit() > _SAFE_RECURSION and _is_deep(raw):
         raise FormatError("its JSON is nested deeper than 127 levels")
     try:
         value = (_SLOW_DECODER if slow else _DECODER).decode(text)
-        if b"\\u" in raw and _SURROGATE_ESCAPE.search(raw):
+        if b"\\u" in raw and re.search(_SURROGATE_ESCAPE, raw):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise FormatError(f"its JSON is broken at character {error.pos}: {error.msg}") from None
@@ -137,9 +138,9 @@ def parsed_bytes(raw: bytes) -> int:
 
 def _is_deep(raw: bytes) -> bool:
     """Whether brackets nest too deep. Without recursion: each round removes the innermost."""
-    rest = _STRING.sub(b"", raw) if b"\\" in raw else raw
+    rest = re.sub(_STRING, b"", raw) if b"\\" in raw else raw
     rest = rest.translate(None, _NO_STRUCTURE).replace(b'""', b"")
-    rest = _STRING.sub(b"", rest)
+    rest = re.sub(_STRING, b"", rest)
     for _ in range(_DEPTH_LIMIT):
         before, rest = len(rest), rest.replace(b"[]", b"").replace(b"{}", b"")
         if len(rest) == before:

@@ -9,7 +9,7 @@ from typing import Any
 from gdsload.errors import PlacementError
 
 # A GPU by name. A number is written in one way only.
-_GPU = re.compile(r"cuda(:(0|[1-9]\d*))?", re.ASCII)
+_GPU = r"(?a)cuda(:(0|[1-9]\d*))?"  # compiled when it is used
 
 
 def device_name(device: Any) -> str:
@@ -33,7 +33,7 @@ def current_gpu() -> str:
 def require_name(device: object) -> str:
     """The name of the CPU or of a GPU, which need not exist. Raises PlacementError for others."""
     name = plain_name(device)
-    if name not in ("cpu", "cpu:0") and not _GPU.fullmatch(name):
+    if name not in ("cpu", "cpu:0") and not re.fullmatch(_GPU, name):
         raise PlacementError(f"device {name!r} is neither cpu nor a GPU such as cuda:0")
     return "cpu" if name == "cpu:0" else name
 
@@ -68,7 +68,7 @@ def require_target(device: object) -> str:
     """`require_device`, but a GPU is not checked before torch is imported, which takes seconds:
     that is left to the caller, who posts the first read before."""
     name = plain_name(device)
-    if "torch" not in sys.modules and _GPU.fullmatch(name):
+    if "torch" not in sys.modules and re.fullmatch(_GPU, name):
         return "cuda:0" if name == "cuda" else name  # torch begins with device 0
     return require_device(device)
 
