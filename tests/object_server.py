@@ -62,6 +62,7 @@ class Fault:
             endless             the same, with 256 MiB more
             wrong_range         the bytes of another range, with its true Content-Range
             range_ignored       200 and the whole object
+            compressed          as many other bytes as were asked for, with a Content-Encoding
             replaced            the object is another one from now on: other bytes, other ETag
         status: The HTTP status of "status".
         seconds: The delay of "slow".
@@ -86,7 +87,7 @@ FAULTS = {
         kind: Fault(kind)
         for kind in (
             "silent", "reset", "truncated", "reset_in_body", "silent_in_body", "short", "long",
-            "endless", "wrong_range", "range_ignored", "replaced",
+            "endless", "wrong_range", "range_ignored", "compressed", "replaced",
         )
     },
 }  # fmt: skip
@@ -361,13 +362,15 @@ class _Handler(BaseHTTPRequestHandler):
             del headers["ETag"]
         if owner.version_id:
             headers["x-amz-version-id"] = owner.version_id
+        if kind == "compressed":
+            headers["Content-Encoding"] = "gzip"
         if ranged:
             headers["Content-Range"] = f"bytes {stated[0]}-{stated[1] - 1}/{size}"
         self._head(request, 206 if ranged else 200, headers)
         if request.method == "HEAD":
             return
         halved = kind in ("truncated", "reset_in_body", "silent_in_body")
-        inverted = owner.inverted(request.key)
+        inverted = owner.inverted(request.key) or kind == "compressed"
         self._send(request, path, body[0], body[1] // 2 if halved else body[1], inverted)
         if kind == "silent_in_body":
             self._keep_silent(owner)

@@ -256,6 +256,12 @@ def test_wrong_range_is_an_error(server: ObjectServer, fault: str) -> None:
         Checkpoint.open(server.url("s3", "model"))
 
 
+def test_compressed_file_is_an_error(server: ObjectServer) -> None:
+    server.script("compressed", path="model/*.safetensors", count=None)
+    with pytest.raises(CheckpointError, match=r"-of-00002\.safetensors: .*Content-Encoding.*gzip"):
+        Checkpoint.open(server.url("s3", "model"))
+
+
 def test_empty_file_is_reported_as_empty(object_server: ObjectServer) -> None:
     (object_server.root / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="the file is empty"):
@@ -285,6 +291,14 @@ def test_body_that_ends_early_is_continued(
     file = open_directory(object_server.url("s3")).open("large.bin")
     object_server.script(fault, count=2)
     assert file.read(1 << 20, 2 << 20) == large.read_bytes()[1 << 20 :]
+
+
+def test_range_that_is_compressed_gives_no_bytes(object_server: ObjectServer, large: Path) -> None:
+    file = open_directory(object_server.url("s3")).open(large.name)
+    object_server.script("compressed", count=None)
+    with pytest.raises(RemoteError, match=r"Content-Encoding.*gzip") as caught:
+        file.read(1 << 20, 1000)
+    assert caught.value.final
 
 
 @pytest.mark.parametrize("version_id", ["", "null"])  # "null": versioning is suspended

@@ -25,6 +25,7 @@ from gdsload.errors import (
     CheckpointUnreadable,
     FileChanged,
     extra_hint,
+    shown,
     without_traceback,
 )
 from gdsload.remote.directory import RemoteDirectory, is_file_name
@@ -47,6 +48,8 @@ _TRY_SECONDS = 3600  # the client's own limit of 30 s would end a slow read of m
 _CHUNK_BYTES = 1 << 20
 _SLOW_CHUNK_BYTES = 64 << 10
 _FAST_REQUEST = 4e6  # bytes per second of one request
+# S3 keeps the second one with objects that were uploaded in signed chunks.
+_PLAIN_ENCODINGS = ("", "aws-chunked", "identity")
 _MOST_TEXT = 500  # characters of a message of the client
 _MOST_RETRIES = 1000  # more than there is time for: ten, the default, end after about 2 s
 _PAUSE_SECONDS = 2.0  # the longest one between two tries
@@ -245,6 +248,8 @@ class ObjectDirectory(RemoteDirectory):
         path, started = self.path_of(name), time.monotonic()
         try:
             result = self.get(name, 0, HEAD_BYTES)
+            if why := _why_not_plain(result):
+                raise CheckpointUnreadable(f"{path}: {why}", path=path, errno=errno.EPROTO)
             meta, end, found = result.meta, result.range[1], bytearray()
             # The rest of a body that is too short is read when it is needed; one that is too long
             # may have no end.
@@ -304,6 +309,14 @@ def reason(error: Exception) -> tuple[int, str]:
     return errno.EIO, _first_line(error)
 
 
+def _why_not_plain(result: GetResult) -> str:
+    """Why the bytes of an answer are not those of the file; "" if they are."""
+    encoding = result.attributes.get("Content-Encoding", "")
+    if encoding.lower() in _PLAIN_ENCODINGS:
+        return ""
+    return f"it is compressed: its Content-Encoding is {shown(encoding)}"
+
+
 class ObjectFile(RemoteFile):
     """One version of an object. Each answer of the server is compared with this version."""
 
@@ -341,6 +354,8 @@ class ObjectFile(RemoteFile):
             self._compare(result.meta)
             if self._changed:
                 why, final = self._changed, True
+            elif why := _why_not_plain(result):
+                final = True
             elif (first, end) != (offset, offset + length):
                 why = f"the server sent bytes {first} to {end} instead"
             else:
