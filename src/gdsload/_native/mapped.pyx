@@ -186,7 +186,7 @@ cdef void choose_stream(
     Growing folios are left after their first window if huge ones have turned out to be cheap. Such a
     part is not measured: the first windows cost most.
     """
-    cdef int huge, whole = not has_present(read, done)
+    cdef int huge
     pthread_mutex_lock(&folios.lock)
     if done < stream.grown and not huge_is_cheap(&folios.choice):
         stream.until = stream.grown
@@ -196,7 +196,11 @@ cdef void choose_stream(
         measure(stream, folios, done)
     huge = (
         read.length - done >= UNIT_BYTES
-        and (whole or folios.choice.mode == HUGE or huge_is_cheap(&folios.choice))
+        and (
+            huge_is_cheap(&folios.choice)
+            or folios.choice.mode == HUGE
+            or not has_present(read, done)
+        )
         and choose_huge(&folios.choice, GROWING_BYTES // UNIT_BYTES)
     )
     pthread_mutex_unlock(&folios.lock)
