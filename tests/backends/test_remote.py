@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import random
 import subprocess
@@ -18,14 +19,16 @@ import pytest
 import gpudoubles
 from contract import BackendContract, bytes_of
 from gdsload._native.fetch import Fetch
+from gdsload._native.pump import Pump
 from gdsload.backends import VRAM, Backend, Memory, OpenFile, remote as remote_module
-from gdsload.backends.remote import RemoteBackend
+from gdsload.backends.remote import FetchThreads, RemoteBackend
 from gdsload.errors import BackendUnavailable, ReadError
 from gdsload.planning.read_plan import Transfer
 from gdsload.system.storage import remote_storage
 from gpucontract import DeviceMemory, GpuContract
 from remotefiles import REFUSED, Fault, Load, MemoryFile, opened
 
+PATIENCE_SECONDS = 120.0
 DATA = random.Random(7).randbytes(3_000_000)
 
 
@@ -446,6 +449,35 @@ def test_workers_of_a_fetch_end_when_it_was_never_opened() -> None:
     fetch = Fetch()
     assert fetch.reserve(5) == 0
     assert fetch.unreserve(0) == 0
+
+
+def test_engine_of_a_fetch_may_be_opened_when_its_object_is_gone() -> None:
+    """If a driver hangs, the thread of a pump opens it late. Only a sanitizer is sure to notice."""
+    capsule = Fetch().capsule()
+    gc.collect()
+    assert Pump(capsule, 4).close(PATIENCE_SECONDS)
+
+
+def test_threads_that_an_interruption_has_prevented_are_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[object] = []
+
+    def start(work: object, _: str) -> object:
+        if len(started) == 2:
+            started.append("")
+            raise KeyboardInterrupt
+        started.append(work)
+        return work
+
+    threads = FetchThreads("object_store", {}, {})
+    pump = Pump(threads.fetch.capsule(), 4)
+    monkeypatch.setattr(remote_module, "start_thread", start)
+    with pytest.raises(KeyboardInterrupt):
+        threads.start(4)
+    threads.start(4)
+    assert len(started) == 3 + 2
+    assert pump.close(PATIENCE_SECONDS)
 
 
 def test_registration_of_other_memory_is_refused(backend: RemoteBackend) -> None:

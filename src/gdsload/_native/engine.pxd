@@ -54,7 +54,8 @@ cdef struct Buffer:
 
 cdef struct EngineOps:
     # Opens an engine for `depth` reads in flight and registers `buffers` where it can. `context` is
-    # the context of the engine's capsule, NULL for most engines. Returns 0 or -errno.
+    # the context of the engine's capsule, NULL for most engines; a reference of the capsule goes over
+    # to the engine, or is released. Returns 0 or -errno.
     int (*open)(
         void **engine, void *context, int depth, const Buffer *buffers, int count
     ) noexcept nogil

@@ -73,7 +73,7 @@ cdef struct Job:
     Read read
 
 cdef struct CFetch:
-    int64_t references       # the Python object and the engine
+    int64_t references       # the Python object, and the engine from its capsule on
     FirstTouch first_touch
     pthread_mutex_t lock     # taken before `hold`
     pthread_cond_t work      # a read waits for a worker, or the engine closes
@@ -139,19 +139,21 @@ cdef int copy(
 cdef int open_fetch(
     void **engine, void *context, int depth, const Buffer *buffers, int count
 ) noexcept nogil:
+    """Takes over the reference of the capsule, also if it fails."""
     cdef CFetch *self = <CFetch *>context
     cdef int i
     if self.jobs != NULL:
+        release_fetch(self)
         return -EBUSY
     self.jobs = <Job *>calloc(depth, sizeof(Job))
     self.waiting = <int *>calloc(depth, sizeof(int))
     self.done.items = <Completion *>calloc(depth, sizeof(Completion))
     if self.jobs == NULL or self.waiting == NULL or self.done.items == NULL:
+        release_fetch(self)
         return -ENOMEM
     for i in range(depth):
         pthread_mutex_init(&self.jobs[i].hold, NULL)
     self.depth = depth
-    gds_add(&self.references, 1)
     engine[0] = self
     return 0
 
@@ -242,7 +244,12 @@ cdef class Fetch:
         self.pid = getpid()
 
     def capsule(self):
-        """The engine, as a capsule for a pump. The pump keeps what it needs of this object."""
+        """The engine, as a capsule for one pump. The pump keeps what it needs of this object.
+
+        It has a reference of its own: if the driver of a device hangs, the engine is opened when this
+        object may be gone. If the pump never opens it, the struct stays.
+        """
+        gds_add(&self.fetch.references, 1)
         return engine_capsule(&OPS, self.fetch)
 
     def reserve(self, int wanted):

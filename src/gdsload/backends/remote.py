@@ -246,14 +246,14 @@ class FetchThreads:
             BackendUnavailable: Not a single thread can be started.
         """
         missing = self.fetch.reserve(wanted)
-        for started in range(missing):
-            if start_thread(self._work, "gdsload-fetch") is None:
-                if self.fetch.unreserve(missing - started) == 0:
-                    why = "no thread can be started"
-                    raise BackendUnavailable(
-                        f"remote files cannot be read: {why}", {self._name: why}
-                    )
-                return
+        try:
+            while missing and start_thread(self._work, "gdsload-fetch") is not None:
+                missing -= 1
+        finally:  # also after Ctrl-C; one too many may start later then
+            workers = self.fetch.unreserve(missing)
+        if missing and not workers:
+            why = "no thread can be started"
+            raise BackendUnavailable(f"remote files cannot be read: {why}", {self._name: why})
 
     def _work(self) -> None:
         while (read := self.fetch.take()) is not None:
