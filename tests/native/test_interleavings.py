@@ -123,8 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pump keeps slots while it is idle", "device", "_native/pump.pyx",
-        "given_up = 0 if self.ops.take_back == NULL else",
-        "given_up = 0 if MUTANT or self.ops.take_back == NULL else",
+        "if self.ops.take_back != NULL:", "if self.ops.take_back != NULL and not MUTANT:",
     ),
     Mutant(
         "a lost read returns its slot", "device", "_native/stage.pyx",

@@ -162,6 +162,25 @@ def test_limit_delays_reads_until_it_is_removed(fd: int, of: str) -> None:
     other.close(1.0)
 
 
+def test_pump_sleeps_until_a_limit_opens(fd: int) -> None:
+    before = set(os.listdir("/proc/self/task"))
+    pump = Pump(threads.engine(), 4)
+    new = set(os.listdir("/proc/self/task")) - before
+    set_throttle(0, 8192)  # half a second for each read
+    request = reads(pump, fd, ahead=True, count=3)
+    request.post()
+    assert request.wait(PATIENCE_SECONDS)
+    waits = [waits_of(thread) for thread in new]
+    assert pump.close(PATIENCE_SECONDS)
+    assert 0 < max(waits) < 500
+
+
+def waits_of(thread: str) -> int:
+    """How often a thread of this process has waited."""
+    lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
+
+
 def test_limits_of_all_reads_and_of_prefetches_are_separate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

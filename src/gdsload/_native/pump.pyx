@@ -40,7 +40,7 @@ cdef enum:
     ALONE_WAIT_NS = 5000000    # no waiter registered: a new one must soon learn of completions
     LAST_WAIT_NS = 2000000     # the engine has room for a new post
     BUSY_WAIT_NS = 500000
-    RETRY_WAIT_NS = 100000     # throttled
+    RETRY_WAIT_NS = 100000     # throttled, at least
     BACK_OFF_NS = 1000000      # after EAGAIN, so that a full device is not polled in a tight loop
     # What an unused limit accumulates: one poll of a pump, not a burst.
     SAVED_NS = 1000000
@@ -62,8 +62,9 @@ pthread_mutex_init(&THROTTLE.lock, NULL)
 
 # --- which read may start ----------------------------------------------------------------------
 
-cdef int limit_open(Limit *limit, int64_t now) noexcept nogil:
-    return limit.rate <= 0 or now >= limit.free_ns
+cdef int64_t limit_wait(Limit *limit, int64_t now) noexcept nogil:
+    """Nanoseconds until the next read may start."""
+    return max(limit.free_ns - now, 0) if limit.rate > 0 else 0
 
 
 cdef void limit_take(Limit *limit, uint64_t nbytes, int64_t now) noexcept nogil:
@@ -72,29 +73,33 @@ cdef void limit_take(Limit *limit, uint64_t nbytes, int64_t now) noexcept nogil:
         limit.free_ns += <int64_t>(<double>nbytes * 1e9 / <double>limit.rate)
 
 
-cdef int throttle_admits(
+cdef int64_t throttle_wait(
     CThrottle *self, int ahead, int in_flight, uint64_t nbytes, int64_t now
 ) noexcept nogil:
-    """Whether a read may start in a pump with `in_flight` reads; if so, its bytes are counted."""
-    cdef int admitted
+    """Nanoseconds until a read may start in a pump with `in_flight` reads; if 0, it starts, and its
+    bytes are counted."""
+    cdef int64_t wait_ns
     pthread_mutex_lock(&self.lock)
-    admitted = limit_open(&self.all, now) and not (
-        ahead and ((self.loads > 0 and in_flight > 0) or not limit_open(&self.ahead, now))
-    )
-    if admitted:
+    wait_ns = limit_wait(&self.all, now)
+    if ahead:
+        wait_ns = max(wait_ns, limit_wait(&self.ahead, now))
+        if self.loads > 0 and in_flight > 0:  # until the one in flight has ended
+            wait_ns = max(wait_ns, <int64_t>RETRY_WAIT_NS)
+    if wait_ns == 0:
         limit_take(&self.all, nbytes, now)
         if ahead:
             limit_take(&self.ahead, nbytes, now)
     pthread_mutex_unlock(&self.lock)
-    return admitted
+    return wait_ns
 
 
 cdef int may_start(CPump *self, CRequest *request, Op *op, int64_t now) noexcept nogil:
-    if throttle_admits(
+    cdef int64_t wait_ns = throttle_wait(
         self.throttle, request.ahead, self.in_flight + self.submission_count, op.length, now
-    ):
+    )
+    if wait_ns == 0:
         return 1
-    self.idle_wait_ns = RETRY_WAIT_NS
+    self.idle_wait_ns = min(self.idle_wait_ns, max(wait_ns, <int64_t>RETRY_WAIT_NS))
     if request.in_flight == 0:  # it waits for the throttle alone, and not for storage
         gds_store(&request.progress_ns, now)
     return 0
@@ -402,8 +407,9 @@ cdef void fail_everything(CPump *self, int error) noexcept nogil:
 cdef void *serve(void *arg) noexcept nogil:
     cdef CPump *self = <CPump *>arg
     cdef int64_t wait_ns
-    cdef int64_t cancels_sent = 0
+    cdef int64_t cancels_sent = 0, cancels
     cdef int taken, seen, wanted, cancelled, given_up, pause = 0
+    cdef CRequest *first
     cdef void *engine = NULL
     cdef int broken
     pthread_mutex_lock(&self.lock)
@@ -419,17 +425,24 @@ cdef void *serve(void *arg) noexcept nogil:
     self.engine, self.broken = engine, broken
     pthread_cond_broadcast(&self.settled)  # the constructor waits for the engine
     while not self.broken:
-        self.idle = 0
+        self.idle = given_up = 0
         fill_submission(self)
         # A request may also end without a completion: cancelled while it waited for a retry.
         if drop_drained(self) or self.fulfilled:
             self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
         if self.in_flight == 0 and self.submission_count == 0:
-            given_up = 0 if self.ops.take_back == NULL else self.ops.take_back(self.engine)
-            if given_up < 0:
-                self.broken = given_up
-                continue
+            if self.ops.take_back != NULL:
+                # Without the lock: a driver may hang here, too. A post behind a throttled request,
+                # which is not noticed here, waits for the end of the pump's sleep.
+                first, cancels = self.first, self.cancelled
+                pthread_mutex_unlock(&self.lock)
+                given_up = self.ops.take_back(self.engine)
+                pthread_mutex_lock(&self.lock)
+                if given_up < 0:
+                    self.broken = given_up
+                if self.broken or self.first != first or self.cancelled != cancels:
+                    continue
             self.idle = given_up == 0
             if self.closing and self.first == NULL:
                 break
