@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -20,6 +21,8 @@ import torch
 import faulty
 import gdsload
 from faulty import ANY, BUFFERED, DIRECT, ERRNO, FOR_EVER, HANG, SHORT, ZERO, Faults, rule
+from gdsload._native.request import Request
+from gdsload.backends.posix import engines
 from gdsload.errors import GdsloadError, ReadError, ShortRead, StallError
 
 REQUEST_BYTES = 8192
@@ -306,3 +309,24 @@ def test_every_error_is_ours(path: Path, faults: Faults) -> None:
             assert str(path) in str(error)
             outcomes.add(type(error).__name__)
     assert outcomes == {"right", "ReadError"}
+
+
+def test_engine_that_was_tried_by_a_stopped_process_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the process continues, the time for the read is over."""
+    waits: list[float] = []
+
+    class Late:
+        def __init__(self, *words: Any) -> None:
+            self._request = Request(*words)
+
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return len(waits) > 1 and self._request.wait(60.0)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._request, name)
+
+    monkeypatch.setattr(engines, "Request", Late)
+    monkeypatch.setattr(engines, "_tried", {})
+    assert engines.try_engine("threads").usable
+    assert len(waits) == 2

@@ -19,6 +19,7 @@ from gdsload._native.request import Request
 from gdsload.backends.base import Support
 from gdsload.backends.pump_request import DRAIN_SECONDS
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
+from gdsload.system.stall import CONFIRM_SECONDS
 
 # The order in which `auto` tries them. Threads touch the fresh pages of host memory in parallel
 # (benchmarks/engines.py), and into a staging ring they copy from the page cache faster than the
@@ -123,7 +124,8 @@ def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
             [(region.address, 1, region.handle(), -1)],
         )
         request.post()
-        if not request.wait(2.0):
+        # A second look: a process that was stopped finds that the time is over.
+        if not request.wait(2.0) and not request.wait(CONFIRM_SECONDS):
             why = f"{engine} opens, but a read of one byte does not complete"
             return Support(False, (why,)), errno.ETIMEDOUT
         code = request.result(0)[2]
