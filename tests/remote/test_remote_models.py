@@ -194,6 +194,7 @@ def test_config_of_a_model_is_loaded_without_its_weights(
     assert config.architectures
     assert not any(span.track == "head start" for span in gdsload.last_report().spans)
     assert gdsload.last_report().integration == ""
+    assert server.reads("model/*.safetensors") == []
 
 
 def test_modules_of_a_model_are_ready_as_they_come(server: ObjectServer) -> None:
@@ -289,12 +290,47 @@ def test_tokenizer_is_loaded_by_its_class(object_server: ObjectServer) -> None:
     assert tokenizer.name_or_path == url
 
 
-def test_tensors_of_a_url_cannot_be_left_on_disk(server: ObjectServer) -> None:
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_tokenizer_has_the_chat_templates_of_the_directory(
+    object_server: ObjectServer, scheme: str
+) -> None:
+    """A web server cannot list those beside the usual one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?")
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+    saved.chat_template = {"default": "plain", "tool_use": "with tools"}
+    folder = object_server.root / "tokenizer"
+    saved.save_pretrained(folder)
+    if not (folder / "additional_chat_templates").is_dir():
+        pytest.skip("this version of transformers writes all templates into one file")
+    stock = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = gdsload.from_pretrained(
+        object_server.url(scheme, "tokenizer"), cls=transformers.AutoTokenizer
+    )
+    assert stock.chat_template == {"default": "plain", "tool_use": "with tools"}
+    assert tokenizer.chat_template == (stock.chat_template if scheme == "s3" else "plain")
+
+
+def test_tokenizer_of_nothing_is_an_error(server: ObjectServer) -> None:
+    with pytest.raises(CheckpointNotFound, match="s3://bucket/nothing"):
+        gdsload.from_pretrained(server.url("s3", "nothing"), cls=transformers.AutoTokenizer)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_tensors_of_a_url_cannot_be_left_on_disk(
+    server: ObjectServer, tmp_path: Path, cached: bool
+) -> None:
+    url, words = server.url("s3", "model"), {}
+    if cached:
+        words = {"cache_dir": tmp_path / "cache"}
+        gdsload.from_pretrained(url, **words)
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     with pytest.raises(CheckpointError, match="device_map leaves tensors on disk"):
         gdsload.from_pretrained(
-            server.url("s3", "model"),
+            url,
             device_map={**places, "model.rotary_emb": "cpu", "model.layers": "disk"},
+            offload_folder=str(tmp_path / "off"),
+            **words,
         )
 
 

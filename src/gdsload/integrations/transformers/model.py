@@ -135,7 +135,7 @@ def from_pretrained(
         report.whole(),
         held(in_effect, callbacks),
         _entered(inherited),
-        _path_of(source, report, kwargs) as path,
+        _path_of(source, report, kwargs, weights=_may_have_weights(cls)) as path,
         speculative_prefetch(path, cls, inherited, report, kwargs)
         if _is_of_models(cls)
         else nullcontext(),
@@ -176,9 +176,7 @@ def from_pretrained(
 def _means_its_own(backend: str, cls: Any) -> bool:
     """Whether the backend is that of a class without weights, such as transformers' processors of
     images, and none of gdsload."""
-    if _is_of_models(cls) or not any(
-        base.__module__.startswith("transformers.") for base in cls.__mro__
-    ):
+    if _may_have_weights(cls):
         return False
     return backend not in registry.REMOTE and backend not in registry.discover()[0]
 
@@ -189,15 +187,22 @@ def _is_of_models(cls: Any) -> bool:
     return cls is None or any(hasattr(cls, name) for name in names)
 
 
+def _may_have_weights(cls: Any) -> bool:
+    """Whether a class is not one of transformers' that have none, such as those of tokenizers."""
+    return _is_of_models(cls) or not any(
+        base.__module__.startswith("transformers.") for base in getattr(cls, "__mro__", ())
+    )
+
+
 @contextmanager
 def _path_of(
-    source: str | os.PathLike[str], report: LoadReport, words: Mapping[str, Any]
+    source: str | os.PathLike[str], report: LoadReport, words: Mapping[str, Any], *, weights: bool
 ) -> Iterator[str | os.PathLike[str]]:
     """The source, or for a URL the directory that stands for it."""
     with ExitStack() as stack:
         if is_url(source):
             with report.phase("open"):
-                source = stack.enter_context(stand_in(str(source), words))
+                source = stack.enter_context(stand_in(str(source), words, weights=weights))
         yield source
 
 

@@ -208,7 +208,8 @@ class ModelReader:
 
     def _use(self, plan: LoadPlan) -> None:
         """Takes a plan. Raises CheckpointError if it maps remote files."""
-        if plan.lazy and self.checkpoint.remote:
+        # Also if the local cache has them: transformers knows the stand-ins, which are removed.
+        if plan.lazy and any(shard.directory is not None for shard in self.checkpoint.shards):
             raise CheckpointError(
                 f"{self.checkpoint.source}: device_map leaves tensors on disk, but these are"
                 " remote files"
@@ -228,6 +229,7 @@ class ModelReader:
             self.report,
             reading.for_host() if device == "cpu" else reading,
             device=device,
+            copies=any(wanted != read == device for wanted, read in self._devices.items()),
             expected_bytes=sum(one.nbytes for one in slices),
             verifier=self.verifier,
         )

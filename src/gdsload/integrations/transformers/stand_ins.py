@@ -29,6 +29,7 @@ from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
     CheckpointNotFound,
+    CheckpointUnreadable,
     shown,
 )
 from gdsload.integrations.transformers.monkeypatch import held
@@ -43,6 +44,7 @@ _WEIGHTS = (
     ".safetensors",
 )  # fmt: skip
 _ADAPTER = "adapter_model.safetensors"  # the weights of an adapter, as peft names them
+_TEMPLATES = "additional_chat_templates"  # a folder beside the files of a tokenizer
 _NAMED = "transformers_weights"  # the attribute of a config that names the file of the weights
 
 
@@ -117,7 +119,7 @@ def require_no_extra_files(
 
 
 @contextmanager
-def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
+def stand_in(url: str, words: Mapping[str, Any], *, weights: bool = True) -> Iterator[str]:
     """A directory that stands for a remote model, inside the `with`.
 
     Args:
@@ -125,6 +127,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         words: The keywords of from_pretrained: `subfolder`, the folder that is needed, is in the
             directory as well, `variant` chooses the weights, `target_lang` an adapter that the
             model reads by itself, and `cache_dir` is the local cache.
+        weights: Whether the weights are wanted, and not only a tokenizer or a config.
 
     Yields:
         The directory. Its checkpoint is `open_checkpoint`, if it has safetensors files.
@@ -147,7 +150,9 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         top = os.path.join(outer, _name_of(url))
         folder = Path(top, subfolder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = _fetch(source, folder, variant, words.get("target_lang"))
+        has_weights = bool(_fetch(source, folder, variant, words.get("target_lang")))
+        if not weights:
+            _fetch_templates(directory, folder)
         urls = {top: url}
         checkpoints: dict[tuple[str, ...], Checkpoint] = {}
 
@@ -159,9 +164,11 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
             urls.update(remote)
             return checkpoint
 
+        # If the directory has no files, an attempt to open its weights tells what is missing.
+        weights = weights or not any(folder.iterdir())
         has_adapter = (folder / "adapter_config.json").exists()
         # Without a config of its own, an adapter is for a model in another place.
-        if (folder / "config.json").exists() or not has_adapter:
+        if weights and ((folder / "config.json").exists() or not has_adapter):
             try:
                 if named := _named_weights(folder, words):
                     if named.endswith(".json") and not (folder / named).exists():
@@ -172,11 +179,11 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
                     checkpoint = add(url, subfolder=subfolder, variant=variant)
             except CheckpointNotFound:
                 # Perhaps only a tokenizer, or weights of another format, which transformers names.
-                if weights or not any(folder.iterdir()):
+                if has_weights or not any(folder.iterdir()):
                     raise
             else:
                 stack.enter_context(held(open_checkpoint, checkpoint))
-        if has_adapter and not (folder / _ADAPTER).exists():
+        if weights and has_adapter and not (folder / _ADAPTER).exists():
             with suppress(CheckpointNotFound):
                 add(joined(directory, _ADAPTER))
         stack.enter_context(held(_in_effect, _StandIns(urls, checkpoints)))
@@ -272,6 +279,27 @@ def _fetch(
     for _ in parallel_map(copy, names, path_of=source.path_of):
         pass
     return weights
+
+
+def _fetch_templates(directory: str, folder: Path) -> None:
+    """Copies the additional chat templates of a tokenizer, if the source can list its files."""
+    source = open_directory(joined(directory, _TEMPLATES))
+    try:
+        names = [name for name in in_thread(source.names, source.path) if name.endswith(".jinja")]
+    except CheckpointError as error:
+        if type(error) is CheckpointUnreadable:  # it is down
+            raise
+        return
+
+    def copy(name: str) -> None:
+        with suppress(_TooLarge):
+            (folder / _TEMPLATES / name).write_bytes(_small(source, name))
+
+    if not names:
+        return
+    (folder / _TEMPLATES).mkdir()
+    for _ in parallel_map(copy, names, path_of=source.path_of):
+        pass
 
 
 class _TooLarge(Exception):
