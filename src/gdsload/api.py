@@ -73,14 +73,24 @@ def open_session(
     device: str,
     nbytes: int,
     verifier: Verifier | None,
+    *,
+    copies: bool = False,
 ) -> Session:
-    """A session for reads of about `nbytes` bytes in all, as near to the device as they get."""
+    """A session for reads of about `nbytes` bytes in all, as near to the device as they get.
+    `copies`: as for `Session`, of a load that stays on this device."""
+    nearest = device
     if device != "cpu":
         from gdsload.loading.device_batch import read_device
 
-        device = read_device(device, settings.backend)
+        nearest = read_device(device, settings.backend)
     return Session(
-        checkpoint, report, settings, device=device, expected_bytes=nbytes, verifier=verifier
+        checkpoint,
+        report,
+        settings,
+        device=nearest,
+        copies=copies or nearest != device,
+        expected_bytes=nbytes,
+        verifier=verifier,
     )
 
 
@@ -531,8 +541,9 @@ class _Wanted:
         for wanted in self._tensors:
             parts = [tensor for _, tensor in islice(pairs, len(wanted.slice.parts))]
             tensor = assembled(wanted.slice, parts)
-            if any(map(session.maps, parts)) and not session.maps(tensor):
-                session.checkpoint.verify_unchanged({wanted.info.shard})  # copied from its file
+            shard = wanted.info.shard
+            if any(session.maps(part, shard) for part in parts) and not session.maps(tensor, shard):
+                session.checkpoint.verify_unchanged({shard})  # copied from its file
             del parts
             yield wanted.info.name, tensor.squeeze(wanted.removed) if wanted.removed else tensor
             del tensor
@@ -551,8 +562,11 @@ class _LoadCall(NamedTuple):
     order: str
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
-        """A session for the load, what it reads, and the function for its progress bar."""
+    def opened(
+        self, *, shared: bool = False
+    ) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
+        """A session for the load, what it reads, and the function for its progress bar. `shared`:
+        whether other ranks get copies of what it reads."""
         source, settings, device = self.source, self.settings, self.device
         report = LoadReport(title_of(source), device=device, on_event=settings.on_event)
         with report.whole(), quiesce.loading(report.source), ExitStack() as stack:
@@ -574,7 +588,15 @@ class _LoadCall(NamedTuple):
             report.tensors, report.wanted_bytes = wanted.number, wanted.nbytes
             verifier = verifier_of(checkpoint, settings.verify, report)
             session = stack.enter_context(
-                open_session(checkpoint, report, settings, device, report.wanted_bytes, verifier)
+                open_session(
+                    checkpoint,
+                    report,
+                    settings,
+                    device,
+                    report.wanted_bytes,
+                    verifier,
+                    copies=shared or not wanted.whole,
+                )
             )
             # What a rank wants is known when all ranks have met.
             advance = stack.enter_context(progress_bar(self.progress, lambda: report.wanted_bytes))
@@ -599,7 +621,7 @@ class _LoadCall(NamedTuple):
 
         @contextmanager
         def whole() -> Iterator[tuple[Session, list[TensorInfo], Callable[[int], None]]]:
-            with self.opened() as (session, wanted, advance):
+            with self.opened(shared=True) as (session, wanted, advance):
                 if found is not None:
                     found.extend(info.name for info in wanted.parts)
                 yield session, wanted.parts, advance

@@ -120,7 +120,13 @@ class safe_open:
                 verifier = verifier_of(self._checkpoint, verify, report)
                 nbytes = self._checkpoint.total_bytes
                 self._session = open_session(
-                    self._checkpoint, report, settings, self._device, nbytes, verifier
+                    self._checkpoint,
+                    report,
+                    settings,
+                    self._device,
+                    nbytes,
+                    verifier,
+                    copies=self._numpy,
                 )
             except BaseException:
                 self._checkpoint.close()
@@ -241,7 +247,7 @@ class safe_open:
         found: dict[str, Any] = {}
         for info in infos:
             tensor = tensors.pop(info.name)
-            mapped = self._session.maps(tensor)
+            mapped = self._session.maps(tensor, info.shard)
             found[info.name] = self._converted(info.name, tensor, mapped)
             if mapped and found[info.name] is not tensor:
                 copied_from.add(info.shard)
@@ -335,7 +341,7 @@ class Slice:
         tensor = self._opened._read([info], parts=parts)[info.name]
         with making(tensor.nbytes, tensor, f"a part of tensor {shown(info.name)}"):
             part = tensor[rest]
-        mapped = self._opened._session.maps(tensor)
+        mapped = self._opened._session.maps(tensor, info.shard)
         views = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         if views and part.numel() < tensor.numel() and not mapped:
             part = copied(part)  # the view would keep all of the tensor

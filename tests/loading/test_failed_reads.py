@@ -654,6 +654,21 @@ def test_each_range_of_an_overlay_that_is_completed_is_progress(
     assert progress == ["gdsload-open"] * 2
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_large_ranges_are_completed_before_bytes_of_them_are_copied(
+    path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """In a mapping, a page that cannot be read would end the process."""
+    populated: list[int] = []
+    monkeypatch.setattr(io_mode, "_ALIGN_BYTES", 1)  # no tensor is misaligned
+    monkeypatch.setattr(page_cache, "is_large", lambda _: True)
+    monkeypatch.setattr(page_cache, "mostly_resident", lambda *_: True)
+    monkeypatch.setattr(page_cache, "wholly_resident", lambda *_: False)
+    monkeypatch.setattr(io_mode.system, "populate", lambda *where: populated.append(where[1]))
+    gdsload.load_file(path, slices={"t1": (..., slice(1, 9))} if copies else None)
+    assert bool(populated) == copies
+
+
 def test_each_read_of_a_small_checkpoint_of_an_overlay_is_progress(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,8 +72,11 @@ class ShardAccess:
         checkpoint: Checkpoint,
         report: LoadReport,
         settings: ReadSettings,
+        *,
+        copies: bool = False,
     ) -> None:
-        self._remote = checkpoint.remote
+        """`copies`: whether all that is mapped may be copied from there."""
+        self._remote, self._copies = checkpoint.remote, copies
         if self._remote and settings.cache == "mapped":
             title = checkpoint.source
             raise CheckpointError(
@@ -170,8 +173,8 @@ class ShardAccess:
     ) -> bool:
         """Reads the absent pages of ranges that are mostly in the page cache: a copy from a mapping
         would end the process by SIGBUS if the disk failed on such a page. Large ranges are checked
-        only if the load copies from them (tensors at unaligned offsets): asking about each of their
-        pages takes too long otherwise. Windows of a `WindowWriter` are never large.
+        only if the load copies from them, as it does of tensors at unaligned offsets: asking about
+        each of their pages takes too long otherwise. Windows of a `WindowWriter` are never large.
 
         False if a page cannot be read: the backend then reads the shard and reports the error.
         """
@@ -183,7 +186,7 @@ class ShardAccess:
             except OSError:
                 self._unreadable.add(shard)
 
-        copies = any(each.offset % _ALIGN_BYTES for each in ranges)
+        copies = self._copies or any(each.offset % _ALIGN_BYTES for each in ranges)
         partly = [
             each
             for each in merged

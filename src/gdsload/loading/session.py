@@ -120,6 +120,7 @@ class Session(quiesce.Holder):
         claim: bool = True,
         pool: bool = True,
         maps: bool = True,
+        copies: bool = False,
         expected_bytes: int = 0,
         verifier: Verifier | None = None,
     ) -> None:
@@ -135,6 +136,8 @@ class Session(quiesce.Holder):
                 mapping of the memory than reads write to.
             maps: Map ranges that the page cache holds, instead of reading them. Otherwise no memory
                 of the load is of a file.
+            copies: Whether bytes of mappings will be copied while the session is open: a page that
+                cannot be read must be an error before that.
             expected_bytes: Bytes that will be read in all; 0 means `report.wanted_bytes`. Backends
                 that take long to open are not used for small loads.
             verifier: Compares all bytes that its batches read. Nothing is mapped then: a mapped
@@ -145,7 +148,7 @@ class Session(quiesce.Holder):
             CheckpointError: Remote files are to be mapped.
         """
         cache = settings.cache
-        self._access = ShardAccess(checkpoint, report, settings)
+        self._access = ShardAccess(checkpoint, report, settings, copies=copies)
         self._opening = fork_safe_lock(self, "_opening")
         self.checkpoint = checkpoint
         self.report = report
@@ -165,7 +168,7 @@ class Session(quiesce.Holder):
         self._may_fill = settings.page_cache in ("auto", "fill") and self._maps and device == "cpu"
         self._mapped: dict[int, Region] = {}  # by shard
         # Mappings of prefetches: `maps` needs them as long as tensors view them.
-        self._claimed_mappings: set[Region | Block] = set()
+        self._claimed_mappings: dict[int, set[Region | Block]] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
         self._offers: list[Offer] = []  # that ranges were claimed from
         # Also for a `safe_open` that nobody closes.
@@ -316,7 +319,8 @@ class Session(quiesce.Holder):
             )
             claims[name] = claim
             if claim.of_file:
-                self._claimed_mappings.add(views[name].region)
+                mappings = self._claimed_mappings.setdefault(claim.range.shard, set())
+                mappings.add(views[name].region)
         return views, claims
 
     def _can_map_claim(self, claim: Claim) -> bool:
@@ -447,18 +451,22 @@ class Session(quiesce.Holder):
             fill.note(self.report, past_cache)
         return fill.active(past_cache)
 
-    def maps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor views a mapping of a shard, and takes no memory of its own. The mapping
-        may be one of a prefetch."""
-        mappings = [*self._mapped.values(), *self._claimed_mappings]  # other threads may read
-        return tensor.is_cpu and any(
-            region.address <= tensor.data_ptr() < region.address + region.length
-            for region in mappings
+    def maps(self, tensor: torch.Tensor, shard: int) -> bool:
+        """Whether a tensor views a mapping of its shard, and takes no memory of its own. The
+        mapping may be one of a prefetch."""
+        if not tensor.is_cpu:
+            return False
+        mappings = [*self._claimed_mappings.get(shard, ())]  # other threads may read
+        if (own := self._mapped.get(shard)) is not None:
+            mappings.append(own)
+        address = tensor.data_ptr()
+        return any(
+            region.address <= address < region.address + region.length for region in mappings
         )
 
-    def is_mapping(self, view: BufferView) -> bool:
-        """Whether a view is of a mapping of a shard, whose bytes change with the file."""
-        return any(view.region is region for region in self._mapped.values())
+    def is_mapping(self, view: BufferView, shard: int) -> bool:
+        """Whether a view is of the mapping of its shard, whose bytes change with the file."""
+        return view.region is self._mapped.get(shard)
 
     @property
     def files(self) -> list[Registration]:

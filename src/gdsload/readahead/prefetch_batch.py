@@ -69,7 +69,7 @@ class PrefetchBatch(Batch):
                 location = self.plan.locations.get(name)
                 first, last = (location.first, location.last) if location else (0, -1)
                 view = self.views.get(name)
-                of_file = view is not None and self.session.is_mapping(view)
+                of_file = view is not None and self.session.is_mapping(view, shard)
                 rows.setdefault(shards[shard].original, []).append(
                     OfferedRange(offset, offset + nbytes, view, first, last, of_file)
                 )
