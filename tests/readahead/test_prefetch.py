@@ -920,6 +920,25 @@ def test_callback_of_a_prefetch_waits_for_another_one_and_not_for_its_own(
     assert said == [None, True, True]
 
 
+def test_source_is_that_of_the_directory_of_the_call(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may change it before the thread of the prefetch opens the source."""
+    other = tmp_path / "other" / checkpoint.name
+    other.mkdir(parents=True)
+    monkeypatch.chdir(checkpoint.parent)
+
+    def seen(event: object) -> None:
+        if isinstance(event, events.LoadStarted):
+            os.chdir(other.parent)
+
+    with gdsload.prefetch(checkpoint.name, **READ, on_event=seen) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert Path.cwd() == other.parent
+        assert len(gdsload.load_file(checkpoint)) == 47
+    assert "prefetched" in gdsload.last_report().paths
+
+
 def test_callback_of_a_prefetch_cannot_wait_for_one_that_relies_on_it(
     checkpoint: Path, gate: Gate
 ) -> None:

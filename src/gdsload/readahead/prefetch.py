@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +39,7 @@ from gdsload.system import lifecycle, quiesce
 from gdsload.system.cancellation import WAKE_SECONDS
 from gdsload.system.device_name import current_gpu, device_kind, require_name
 from gdsload.system.gc_control import ease_imports, imports_done
-from gdsload.system.parallel import note_progress
+from gdsload.system.parallel import in_thread, note_progress
 from gdsload.system.stall import STALL_SECONDS, StallWatch
 from gdsload.system.threads import SafeEvent, start_thread
 
@@ -115,6 +116,8 @@ class Prefetch(quiesce.Holder):
         checkpoint: Checkpoint | None,
     ) -> None:
         self._opens = source
+        # The process may change its directory before the thread opens the source.
+        self._directory = _working_directory()
         self.source = source = shown_source(source)
         self.tier = tier
         self.report = LoadReport(source, device=device, on_event=settings.on_event, kind="prefetch")
@@ -216,7 +219,12 @@ class Prefetch(quiesce.Holder):
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None:
             return nullcontext(checkpoint)
-        return self._lookup.open(self._opens)
+        path = self._opens
+        if path and self._directory != _working_directory():
+            there, seconds = os.path.join(self._directory, path), self._settings.stall_seconds
+            if in_thread(partial(os.path.exists, there), there, stall_seconds=seconds):
+                path = there  # no URL and no model id
+        return self._lookup.open(path)
 
     def _ranges_of(self, checkpoint: Checkpoint) -> list[ByteRange]:
         """What to read, and has room. Raises CheckpointError, PlacementError."""
@@ -570,6 +578,13 @@ def _forget() -> None:
 lifecycle.in_child(_forget)
 # The interpreter stops daemon threads that wake up while it ends: they must have ended before.
 lifecycle.at_exit(lifecycle.PREFETCHES, _close_all)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
 
 
 def _resident_bytes(checkpoint: Checkpoint, ranges: Sequence[ByteRange]) -> int:
