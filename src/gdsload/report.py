@@ -352,8 +352,12 @@ class LoadReport:
         Example:
             >>> gdsload.last_report().save_trace("trace.json")
         """
-        with open(path, "w", encoding="utf-8") as out:
-            json.dump(self.trace(), out)
+        try:
+            with open(path, "w", encoding="utf-8") as out:
+                json.dump(self.trace(), out)
+        except OSError as error:
+            error.filename = os.fspath(path)  # that of a full disk has none
+            raise
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -42,6 +42,22 @@ def test_load_reports_its_io_path(tiny_checkpoint: Path) -> None:
     assert "posix/threads/buffered" in result.stdout
 
 
+def test_load_opens_the_checkpoint_once(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers that are in the page cache would hide the latency of the storage."""
+    opened: list[Any] = []
+    original = Checkpoint.open
+
+    def noted(source: Any, **more: Any) -> Checkpoint:
+        opened.append(source)
+        return original(source, **more)
+
+    monkeypatch.setattr(Checkpoint, "open", noted)
+    assert run("load", tiny_checkpoint).exit_code == 0
+    assert len(opened) == 1
+
+
 def test_load_with_touch_and_verify_reports_both(tiny_checkpoint: Path) -> None:
     facts = answer("load", tiny_checkpoint, "--touch", "--verify", "--repeat", "2")
     assert facts["verified"] is True
@@ -137,6 +153,13 @@ def test_load_with_a_trace_in_a_missing_directory_reads_nothing(
     result = run("load", tiny_checkpoint, "--trace", tmp_path / "nowhere" / "trace.json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "nowhere/trace.json: no such directory" in result.stderr
+
+
+def test_load_with_a_trace_on_a_full_disk_has_its_result(tiny_checkpoint: Path) -> None:
+    result = run("load", tiny_checkpoint, "--json", "--trace", "/dev/full")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["runs"][0]["tensors"] == 47
+    assert "No space left on device: '/dev/full'" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["trace.json", "new.json"])

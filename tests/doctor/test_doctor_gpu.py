@@ -15,6 +15,7 @@ from gdsload.backends import tuning_cache
 from gdsload.backends.tuning_cache import TunedChoice
 from gdsload.doctor import gpu
 from gdsload.doctor.finding import Finding
+from gdsload.errors import BackendUnavailable
 from gdsload.system import shared_libraries
 from gpudoubles import Doubles
 
@@ -31,6 +32,20 @@ def test_devices_and_native_path_are_found(doubles: Doubles) -> None:
     assert findings["cuda:1"].verdict == "yes"
     assert (findings["native path"].verdict, findings["native path"].detail) == ("yes", "nvidia-fs")
     assert doubles.cufile_log["opens"] == 0
+
+
+def test_device_that_is_in_use_is_no_matter_of_the_driver(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.gpu, "why_not", lambda _: "cuDevicePrimaryCtxRetain: out of memory")
+    assert "nvidia-smi" in gpu.cuda("cuda:0").hint
+    assert "driver" in gpu.cuda("cuda:9").hint
+    monkeypatch.setattr(gpu.gpu, "cuda", refuse)
+    assert "driver" in gpu.cuda("cuda:0").hint
+
+
+def refuse() -> None:
+    raise BackendUnavailable("no CUDA")
 
 
 def test_native_path_without_nvidia_fs_has_the_reason(doubles: Doubles, tmp_path: Path) -> None:

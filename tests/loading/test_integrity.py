@@ -28,6 +28,7 @@ from gdsload import warmup
 from gdsload._native.memory import Region
 from gdsload._native.pump import set_throttle
 from gdsload.checkpoint import Checkpoint, Shard, manifest as manifest_module
+from gdsload.cli import integrity as integrity_commands
 from gdsload.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -995,3 +996,34 @@ def test_manifest_in_a_read_only_place_names_output(
     monkeypatch.setattr(manifest_module.tempfile, "mkstemp", refuse)
     result = run("manifest", tiny_checkpoint, "--algorithm", "sha256")
     assert result.exit_code == 1 and "--output" in result.stderr
+
+
+def test_manifest_in_a_missing_directory_reads_nothing(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integrity_commands, "_read", None)
+    path = tmp_path / "nowhere" / "manifest.json"
+    result = run("manifest", tiny_checkpoint, "--algorithm", "sha256", "--output", path)
+    assert result.exit_code == 1
+    assert f"{path}: cannot be written: No such file or directory" in result.stderr
+
+
+def test_manifest_replaces_neither_a_pipe_nor_a_link(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    pipe, file, link = (tmp_path / name for name in ("pipe", "file.json", "link.json"))
+    os.mkfifo(pipe)
+    link.symlink_to(file.name)
+    words = "manifest", tiny_checkpoint, "--algorithm", "sha256", "--output"
+    result = run(*words, pipe)
+    assert result.exit_code == 1 and "this is no regular file" in result.stderr
+    assert pipe.is_fifo()
+    assert run(*words, link).exit_code == 0
+    assert link.is_symlink() and "files" in json.loads(file.read_text())
+
+
+def test_error_of_a_path_with_control_characters_is_one_line(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "no\x1b[2J\nwhere" / "manifest.json"
+    result = run("manifest", tiny_checkpoint, "--algorithm", "sha256", "--output", path)
+    assert result.exit_code == 1
+    assert "no\\x1b[2J\\nwhere" in result.stderr and result.stderr.count("\n") == 1

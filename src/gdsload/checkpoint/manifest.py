@@ -26,6 +26,7 @@ from gdsload.errors import (
     CheckpointUnreadable,
     GdsloadError,
     extra_hint,
+    one_line,
     shown,
 )
 from gdsload.system.parallel import in_thread
@@ -209,9 +210,12 @@ def other_entries(path: str, algorithm: str, names: Container[str]) -> dict[str,
     """The entries of files that are not among `names`, in the manifest at `path`; none if there is
     no valid one.
 
-    Raises GdsloadError if they are by another algorithm: one manifest cannot have both. Raises
-    CheckpointUnreadable if it cannot be opened: its entries would be lost.
+    Raises GdsloadError if they are by another algorithm: one manifest cannot have both; and if it
+    is a device or a pipe, which a file would replace. Raises CheckpointUnreadable if it cannot be
+    opened: its entries would be lost.
     """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise GdsloadError(f"{one_line(path)}: this is no regular file, and is not replaced")
     try:
         before = read_manifest(path)
     except CheckpointError as error:
@@ -221,8 +225,9 @@ def other_entries(path: str, algorithm: str, names: Container[str]) -> dict[str,
     others = {name: entry for name, entry in before.files.items() if name not in names}
     if others and (before.algorithm, before.block_bytes) != (algorithm, BLOCK_BYTES):
         raise GdsloadError(
-            f"{path}: it has {before.algorithm} checksums of {shown(next(iter(others)))}, which"
-            f" would be lost: write those of {algorithm} to another file, or remove this one"
+            f"{one_line(path)}: it has {before.algorithm} checksums of"
+            f" {shown(next(iter(others)))}, which would be lost: write those of {algorithm} to"
+            " another file, or remove this one"
         )
     return others
 

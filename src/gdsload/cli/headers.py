@@ -94,9 +94,11 @@ def plan(
 ) -> None:
     """Prints the reads of a cold load past the page cache. Reads headers only."""
     names = terminal.chosen(patterns, layers, experts)
-    with Checkpoint.open(source, **where) as checkpoint:
-        files = [shard.name for shard in checkpoint.shards]
-        planned = plan_reads(source, names, window_bytes=window, **where)
+    planned = plan_reads(source, names, window_bytes=window, **where)
+    files: list[str] = []
+    if listed or as_json:
+        with Checkpoint.open(source, **where) as checkpoint:
+            files = [shard.name for shard in checkpoint.shards]
     keys = ("offset", "length", "wanted", "target", "target_offset")
     reads = [
         {"tag": read.tag, "file": files[read.shard]} | {key: getattr(read, key) for key in keys}

@@ -5,7 +5,10 @@ The bytes are read as by a load, in windows of bounded memory; torch is not impo
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +61,29 @@ def manifest(source: str, algorithm: str, output: str | None, as_json: bool, **w
         if checkpoint.shards[0].directory is not None and not output:
             raise click.UsageError("SOURCE is a URL: --output names the file to write")
         path = output or manifest_path(checkpoint)
+        if output and os.path.islink(output):
+            path = os.path.realpath(output)  # the link stays
         other_entries(path, algorithm, [shard.name for shard in checkpoint.shards])  # or an error
+        hint = "" if output else " (--output names another file)"
+        with _writing_errors(path, hint), tempfile.TemporaryFile(dir=os.path.dirname(path) or "."):
+            pass  # before everything is read, which may take minutes
         recorder = Recorder(checkpoint, algorithm)
         with _bar(checkpoint, "manifest") as advance:
             _read(checkpoint, recorder, advance)
         checkpoint.verify_unchanged()
-        try:
+        with _writing_errors(path, hint):
             write_manifest(path, algorithm, recorder.files())
-        except OSError as error:
-            hint = "" if output else " (--output names another file)"
-            raise GdsloadError(f"{path}: cannot be written: {error.strerror}{hint}") from error
         _show(checkpoint, path, algorithm, "written", as_json)
+
+
+@contextmanager
+def _writing_errors(path: str, hint: str) -> Iterator[None]:
+    """Raises GdsloadError for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be written: {error.strerror}{hint}"
+        raise GdsloadError(f"{one_line(path)}: {why}") from error
 
 
 @click.command(short_help="Compare a checkpoint with its checksums.")

@@ -81,10 +81,12 @@ def load(
     if trace:
         _require_writable(trace)
     names = terminal.chosen(patterns, layers, experts)
-    with Checkpoint.open(source, **where) as checkpoint:
-        paths = [shard.path for shard in checkpoint.shards]
-        if cold and checkpoint.remote:
-            raise click.UsageError("--cold is for local files")
+    paths: list[str] = []
+    if cold:  # not for other loads: headers in the page cache would hide the latency of the storage
+        with Checkpoint.open(source, **where) as checkpoint:
+            paths = [shard.path for shard in checkpoint.shards]
+            if checkpoint.remote:
+                raise click.UsageError("--cold is for local files")
     try:
         chosen = ReadSettings(backend, cache)
     except ValueError as error:  # they contradict each other
@@ -111,19 +113,18 @@ def load(
             text += f"\ntouched: every byte in {seconds:.3f} s, sum {total:x}"
         if not as_json:
             click.echo(text)
-    if trace:
-        report.save_trace(trace)
     if verify:
         require_equal(source, tensors, where)
     if as_json:
         terminal.show_json({"source": shown_source(source), "runs": runs, "verified": verify})
-        return
-    if repeat > 1:
+    elif repeat > 1:
         middle = statistics.median(run["seconds"] for run in runs)
         click.echo(f"median of {repeat}: {middle:.3f} s")
-    if verify:
+    if verify and not as_json:
         number_of = count(len(tensors), "tensor")
         click.echo(f"verified: {number_of} as safetensors reads them, bit for bit")
+    if trace:  # last: the disk may be full
+        report.save_trace(trace)
 
 
 def _require_writable(trace: str) -> None:

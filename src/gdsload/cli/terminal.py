@@ -66,7 +66,8 @@ class Commands(click.Group):
             if ctx.meta.get(DEBUG):
                 raise
             notes = getattr(error, "__notes__", ())
-            click.echo("; ".join([f"gdsload: {_named(error)}", *notes]), err=True)
+            text = "; ".join([f"gdsload: {_named(error)}", *notes])
+            click.echo("\n".join(map(one_line, text.split("\n"))), err=True)
             code = 1
         if code:
             _flush_or_forget()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from gdsload.backends import tuning_cache
@@ -50,6 +51,9 @@ def cuda(device: str) -> Finding:
     """Whether CUDA can use a device, such as "cuda:0"."""
     if why := gpu.why_not(device):
         hint = "install NVIDIA's driver, or give the container its devices"
+        with suppress(BackendUnavailable):
+            if gpu.cuda().device_count > gpu.ordinal_of(device):
+                hint = "another process may use all of it, or have it alone: see nvidia-smi"
         return Finding(device, NO, why, hint)
     found = gpu.device(gpu.ordinal_of(device))
     node = gpu.numa_node(found.bus)
