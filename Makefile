@@ -140,10 +140,9 @@ bench-models: bench-deps  ## from_pretrained of MODEL=directory, as it is and ca
 
 bench: bench-deps  ## docs/benchmarks.md, without object stores and trees; hours
 	for model in $(MODELS); do $(MAKE) bench-table MODEL=$$model || exit 1; done
-	$(PY) -m gdsload bench cold $(firstword $(MODELS)) --repeats $(REPEATS) --replace
 	for model in $(MODELS) $(MIXTURES); do $(MAKE) bench-models MODEL=$$model || exit 1; done
 	$(PY) -m gdsload bench io $(firstword $(MODELS)) --replace
-	for model in $(MODELS); do $(PY) -m gdsload bench compare $$model --replace || exit 1; done
+	$(PY) -m gdsload bench compare $(firstword $(MODELS)) --replace
 	for model in $(MODELS); do $(PY) -m gdsload bench start $$model --replace || exit 1; done
 	$(PY) -m gdsload bench scale --replace
 	for program in first_call load_into restarts ranks; do \

@@ -29,9 +29,8 @@ ARMS = (
     "fio",
 )  # fmt: skip
 STATE_ARMS = (  # in several states of memory
-    "gdsload", "gdsload:page_cache=keep", "gdsload:pages=huge", "gdsload:pages=bounce", "bare",
-    "bare:pages=huge", "bare:threads=8,request_kib=2048",
-    "bare:threads=8,request_kib=2048,pages=huge", "safetensors-mmap", "runai",
+    "gdsload", "gdsload:page_cache=keep", "gdsload:page_cache=fill,pages=small",
+    "gdsload:page_cache=fill,pages=huge", "bare", "bare:pages=huge", "safetensors-mmap", "runai",
     "runai:NUMPY_MADVISE_HUGEPAGE=0", "fastsafetensors",
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's

@@ -7,11 +7,11 @@ double of CUDA, which only counts copies. The bytes are constant while the numbe
 memory is side by side, as torch's allocator returns it after a warm-up, or in pieces. No GPU is
 involved, and no figure is a GPU figure: only the CPU's share is measured.
 
-A *request* is one read of the plan as it is posted to the kernel: 4 MiB of one file at most, of
-any number of tensors. The CPU time of a load is that of all threads of the process, including the
-waiting main thread, from the posting of its requests to the end of the last one. Reads complete at
-once, or paced, as from a disk of 2 GB/s that is never idle. Waking up for a paced read is part of
-that time; the bare loop does only that, once per request, and shows the machine's part of it.
+A read has 4 MiB of one file at most, of any number of tensors. The CPU time of a load is that of
+all threads of the process, including the waiting main thread, from the posting of its reads to the
+end of the last one. Reads complete at once, or paced, as from a disk of 2 GB/s that is never idle.
+Waking up for a paced read is part of that time; the bare loop does only that, once per read, and
+shows the machine's part of it.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def title(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Processor time for each request, and its share of reading; and the targets."""
+    """Processor time for each read, and its share of reading; and the targets."""
     rows = []
     for entry in result["pipeline"]:
         cpu, prepare = entry["cpu_seconds"], entry["prepare_seconds"]
@@ -235,8 +235,8 @@ def table(result: dict[str, Any]) -> str:
         "bare loop, 2 GB/s", "", f"{count:,}", "", f"{cpu / count * 1e6:.1f}", "1.00",
         f"{cpu / (result['bytes'] / READ_RATE):.3%}", "", "",
     ])  # fmt: skip
-    head = ["memory, reads", "tensors", "requests", "copies", "CPU us a request",
-            "wakes a request", "of the time at 2 GB/s", "with making the request",
+    head = ["memory, reads", "tensors", "reads", "copies", "CPU us a read",
+            "wakes a read", "of the time at 2 GB/s", "with making the request",
             "longer than the reads"]  # fmt: skip
     aimed = tables.markdown(["target", "wanted", "measured", ""], aims(result))
     return tables.markdown(head, rows) + "\n\n" + aimed
@@ -254,11 +254,11 @@ def aims(result: dict[str, Any]) -> list[list[str]]:
         lines += [
             [f"{kind}: of the time of the reads", f"under {MOST_SHARE:.0%}", f"{worst:.2%}",
              met(worst < MOST_SHARE)],
-            [f"{kind}: CPU us a request", f"under {MOST_REQUEST_US:.0f}",
+            [f"{kind}: CPU us a read", f"under {MOST_REQUEST_US:.0f}",
              f"{max(few, many):.1f}", met(max(few, many) < MOST_REQUEST_US)],
             [f"{kind}: {paced[-1]['tensors']:,} tensors beside {paced[0]['tensors']:,}",
              f"under {FLAT:.1f} times", f"{many / few:.2f}", met(many / few < FLAT)],
-            [f"{kind}: CPU us a request, {free['tensors']:,} tensors, at once",
+            [f"{kind}: CPU us a read, {free['tensors']:,} tensors, at once",
              f"under {MOST_REQUEST_US:.0f}", f"{most:.1f}", met(most < MOST_REQUEST_US)],
         ]  # fmt: skip
     return lines
@@ -274,13 +274,12 @@ def notes(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"- {described(result)}",
-            "- a request is one read of the plan as it is posted to the kernel, of"
-            f" {result['request_bytes'] >> 20} MiB at most; CPU is that of all threads of the"
-            " process, from the posting to the end of the last read",
+            f"- a read has {result['request_bytes'] >> 20} MiB at most; CPU is that of all threads"
+            " of the process, from the posting to the end of the last read",
             f"- medians of {paced['loads']} paced loads and of {free['loads']} at once; no byte"
             " is read or copied, and nothing here is measured on a GPU",
             "- paced reads wake the pump, which is in the figures; the bare loop is woken once for"
-            " each request and does nothing else",
+            " each read and does nothing else",
         ]
     )
 
