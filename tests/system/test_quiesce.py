@@ -227,10 +227,10 @@ def test_quiesce_waits_for_a_load_that_has_opened_its_files(
 ) -> None:
     opened, goes_on, real = threading.Event(), threading.Event(), api.open_session
 
-    def waiting(*words: Any) -> Session:
+    def waiting(*words: Any, **more: Any) -> Session:
         opened.set()
         assert goes_on.wait(PATIENCE_SECONDS)
-        return real(*words)
+        return real(*words, **more)
 
     monkeypatch.setattr(api, "open_session", waiting)
     with ThreadPoolExecutor(1) as pool:
