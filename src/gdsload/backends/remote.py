@@ -246,6 +246,8 @@ class FetchThreads:
             BackendUnavailable: Not a single thread can be started.
         """
         missing = self.fetch.reserve(wanted)
+        if not missing:  # as at nearly every look at a request
+            return
         try:
             while missing and start_thread(self._work, "gdsload-fetch") is not None:
                 missing -= 1

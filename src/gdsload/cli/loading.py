@@ -117,12 +117,13 @@ def load(
         require_equal(source, tensors, where)
     if as_json:
         terminal.show_json({"source": shown_source(source), "runs": runs, "verified": verify})
-    elif repeat > 1:
-        middle = statistics.median(run["seconds"] for run in runs)
-        click.echo(f"median of {repeat}: {middle:.3f} s")
-    if verify and not as_json:
-        number_of = count(len(tensors), "tensor")
-        click.echo(f"verified: {number_of} as safetensors reads them, bit for bit")
+    else:
+        if repeat > 1:
+            middle = statistics.median(run["seconds"] for run in runs)
+            click.echo(f"median of {repeat}: {middle:.3f} s")
+        if verify:
+            number_of = count(len(tensors), "tensor")
+            click.echo(f"verified: {number_of} as safetensors reads them, bit for bit")
     if trace:  # last: the disk may be full
         report.save_trace(trace)
 

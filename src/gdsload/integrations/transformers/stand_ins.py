@@ -272,12 +272,7 @@ def _fetch(
         names += [f"model.safetensors.index.{variant}.json"] if variant else []
         absent += (CheckpointAccessError,)
 
-    def copy(name: str) -> None:
-        with suppress(*absent):
-            (folder / name).write_bytes(_small(source, name))
-
-    for _ in parallel_map(copy, names, path_of=source.path_of):
-        pass
+    _copy(source, folder, names, *absent)
     return weights
 
 
@@ -291,13 +286,20 @@ def _fetch_templates(directory: str, folder: Path) -> None:
             raise
         return
 
-    def copy(name: str) -> None:
-        with suppress(_TooLarge):
-            (folder / _TEMPLATES / name).write_bytes(_small(source, name))
+    if names:
+        (folder / _TEMPLATES).mkdir()
+    _copy(source, folder / _TEMPLATES, names, _TooLarge)
 
-    if not names:
-        return
-    (folder / _TEMPLATES).mkdir()
+
+def _copy(
+    source: RemoteDirectory, folder: Path, names: Sequence[str], *absent: type[Exception]
+) -> None:
+    """Copies files into a folder, but for those with these errors."""
+
+    def copy(name: str) -> None:
+        with suppress(*absent):
+            (folder / name).write_bytes(_small(source, name))
+
     for _ in parallel_map(copy, names, path_of=source.path_of):
         pass
 
