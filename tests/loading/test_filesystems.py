@@ -325,13 +325,13 @@ def test_file_on_fuse_whose_pages_are_still_being_read_is_not_mapped(
     mounted: Mounted, checked: Any
 ) -> None:
     """`cachestat` counts them. Who maps the file and uses them waits as long as the daemon does."""
-    path = mounted("fuse", no_direct=1, latency_us=2_000_000)
+    path = mounted("fuse", no_direct=1, latency_us=1_000_000)
+    size = 4 << 20  # of the file: it takes a second for each MiB
     with open(path, "rb") as file:
         fd = file.fileno()
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         os.pread(fd, 1, 0)  # the header
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-        size = os.fstat(fd).st_size
         reader = threading.Thread(target=os.pread, args=(fd, size, 0))
         reader.start()
         wait_for(lambda: page_cache.resident_bytes(fd) > 1 << 20)
