@@ -213,10 +213,14 @@ class safe_open:
         if self._left and not self._slices:
             self.close()
 
-    def _read(self, infos: list[TensorInfo], *, parts: bool = False) -> dict[str, torch.Tensor]:
+    def _read(
+        self, infos: list[TensorInfo], *, parts: bool = False, copies: bool = False
+    ) -> dict[str, torch.Tensor]:
         with self._lock:
             if self._checkpoint.closed:
                 raise self._closed_error()
+            if copies:  # later reads, too: their tensors may be of the same mapping
+                self._session.will_copy()
             report = LoadReport(
                 self._checkpoint.source, device=self._device, on_event=self._on_event
             )
@@ -338,7 +342,8 @@ class Slice:
             row = first % count
             info, rest = rows_of(info, row, row + 1), (0, *others)
         parts = info.nbytes < self._info.nbytes
-        tensor = self._opened._read([info], parts=parts)[info.name]
+        copies = not all(_keeps_view(each) for each in (first, *others))
+        tensor = self._opened._read([info], parts=parts, copies=copies)[info.name]
         with making(tensor.nbytes, tensor, f"a part of tensor {shown(info.name)}"):
             part = tensor[rest]
         mapped = self._opened._session.maps(tensor, info.shard)
@@ -351,6 +356,12 @@ class Slice:
 
     def __reduce__(self) -> str:
         raise TypeError("a slice of a safe_open cannot be copied or pickled")
+
+
+def _keeps_view(item: Any) -> bool:
+    """Whether a part of a torch tensor with this index is a view of it. A list, a mask and an array
+    copy."""
+    return item is None or item is Ellipsis or type(item) is int or isinstance(item, slice)
 
 
 def _as_numpy(name: str, tensor: torch.Tensor) -> Any:

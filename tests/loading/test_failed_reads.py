@@ -654,9 +654,27 @@ def test_each_range_of_an_overlay_that_is_completed_is_progress(
     assert progress == ["gdsload-open"] * 2
 
 
-@pytest.mark.parametrize("copies", [False, True])
+def rows_by(index: Any) -> Callable[[Path], object]:
+    """Reads a part of a tensor by a slice of `safe_open`."""
+
+    def read(path: Path) -> object:
+        with gdsload.safe_open(path) as opened:
+            return opened.get_slice("t1")[index]
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("read", "copies"),
+    [
+        (gdsload.load_file, False),
+        (lambda path: gdsload.load_file(path, slices={"t1": (..., slice(1, 9))}), True),
+        (rows_by((..., slice(1, 9))), False),
+        (rows_by([0, 2]), True),
+    ],
+)
 def test_large_ranges_are_completed_before_bytes_of_them_are_copied(
-    path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object], copies: bool
 ) -> None:
     """In a mapping, a page that cannot be read would end the process."""
     populated: list[int] = []
@@ -665,7 +683,7 @@ def test_large_ranges_are_completed_before_bytes_of_them_are_copied(
     monkeypatch.setattr(page_cache, "mostly_resident", lambda *_: True)
     monkeypatch.setattr(page_cache, "wholly_resident", lambda *_: False)
     monkeypatch.setattr(io_mode.system, "populate", lambda *where: populated.append(where[1]))
-    gdsload.load_file(path, slices={"t1": (..., slice(1, 9))} if copies else None)
+    read(path)
     assert bool(populated) == copies
 
 

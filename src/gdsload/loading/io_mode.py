@@ -65,6 +65,7 @@ class ShardAccess:
         blocks: By shard, the alignment in bytes of direct reads.
         report: Gets the reasons for refusals.
         fill: Whether reads fill the page cache.
+        copies: Whether all that is mapped may be copied from there.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class ShardAccess:
         *,
         copies: bool = False,
     ) -> None:
-        """`copies`: whether all that is mapped may be copied from there."""
-        self._remote, self._copies = checkpoint.remote, copies
+        """Opens nothing. Raises CheckpointError if remote files are to be mapped."""
+        self._remote, self.copies = checkpoint.remote, copies
         if self._remote and settings.cache == "mapped":
             title = checkpoint.source
             raise CheckpointError(
@@ -186,7 +187,7 @@ class ShardAccess:
             except OSError:
                 self._unreadable.add(shard)
 
-        copies = self._copies or any(each.offset % _ALIGN_BYTES for each in ranges)
+        copies = self.copies or any(each.offset % _ALIGN_BYTES for each in ranges)
         partly = [
             each
             for each in merged

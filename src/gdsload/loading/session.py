@@ -451,6 +451,10 @@ class Session(quiesce.Holder):
             fill.note(self.report, past_cache)
         return fill.active(past_cache)
 
+    def will_copy(self) -> None:
+        """From now on, bytes of mappings may be copied: see `copies`."""
+        self._access.copies = True
+
     def maps(self, tensor: torch.Tensor, shard: int) -> bool:
         """Whether a tensor views a mapping of its shard, and takes no memory of its own. The
         mapping may be one of a prefetch."""
