@@ -205,16 +205,16 @@ def test_full_disk_raises_before_writing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("trouble", "raised"),
+    ("trouble", "raised", "text"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), CheckpointError),
-        (OSError(errno.EIO, "Input/output error"), OSError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(errno.ENOSPC, "No space left on device"), CheckpointError, "model: No space"),
+        (OSError(errno.EIO, "Input/output error"), CheckpointError, "model: Input/output error"),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
     ],
     ids=["disk full", "disk broken", "interrupted"],
 )
 def test_failed_write_leaves_no_files(
-    trouble: BaseException, raised: type[BaseException], tmp_path: Path
+    trouble: BaseException, raised: type[BaseException], text: str, tmp_path: Path
 ) -> None:
     steps = itertools.count()
 
@@ -222,7 +222,7 @@ def test_failed_write_leaves_no_files(
         if next(steps) == 20:
             raise trouble
 
-    with pytest.raises(raised):
+    with pytest.raises(raised, match=text):
         checkpoints.write("tiny", tmp_path / "model", progress=progress)
     assert list(tmp_path.iterdir()) == []
 

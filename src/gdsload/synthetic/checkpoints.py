@@ -6,7 +6,6 @@ out as the authors published them, and `transformers` builds a model from them.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -31,12 +30,6 @@ BLOCK_BYTES = 1 << 20
 POOL_BYTES = 4 * BLOCK_BYTES
 # Left free for other users of the disk, and for the JSON files.
 SPARE_BYTES = 64 << 20
-# Failures that are not the disk's fault: it is full, another process has written there, or this
-# user may not.
-_EXPECTED = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES,
-    errno.EPERM, errno.EROFS,
-}  # fmt: skip
 
 
 def write(
@@ -63,8 +56,8 @@ def write(
         The absolute path of ``directory``.
 
     Raises:
-        CheckpointError: The path is empty, the directory exists, the disk is or becomes full, this
-            user may not write there, or as for `shapes`.
+        CheckpointError: The path is empty, the directory exists, the files cannot be written, as on
+            a full disk, or as for `shapes`.
     """
     target = Path(local_path_text(directory)).resolve()
     wanted = total_bytes(model, layers)
@@ -95,8 +88,6 @@ def write(
         else:
             os.rename(partial, target)
     except OSError as error:
-        if error.errno not in _EXPECTED:
-            raise
         raise CheckpointError(f"{target}: {error.strerror}", path=str(target)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
