@@ -49,7 +49,7 @@ types: setup  ## mypy over src, stubtest over the compiled modules
 	MYPYPATH=src $(PY) -m mypy.stubtest --mypy-config-file scripts/stubtest.ini \
 	    --allowlist scripts/stubtest.allow --ignore-unused-allowlist $$modules
 
-test: setup lint types  ## lint, types, all tests; 6 minutes on 2 idle cores
+test: setup lint types  ## lint, types, all tests; 6 to 15 minutes on 2 cores
 	$(PY) -m pytest $(SPREAD)
 
 test-quick: setup  ## the tests that need neither a model of transformers nor a benchmark
