@@ -173,6 +173,25 @@ def test_quiesce_in_a_forked_child_waits_for_files_that_are_being_flushed(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+def test_child_of_a_fork_uses_no_entry_of_its_parent(tmp_path: Path) -> None:
+    """It may live for long, and its parent's entries can be removed meanwhile."""
+    file = MemoryFile()
+    cached = opened(tmp_path, file)
+    cached.read(0, 1000)
+    waits, goes_on = os.pipe()
+    pid = forked.fork()
+    if pid == 0:
+        os.close(goes_on)
+        forked.end_with(lambda: os.read(waits, 1))
+    os.close(waits)
+    assert LocalCache(tmp_path).clear() == []
+    assert cached.read(1000, 1000) == file.content[1000:2000]
+    del cached
+    wait_for(lambda: len(LocalCache(tmp_path).clear()) == 1)
+    os.close(goes_on)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def held_seal(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Lets files be sealed only when the second event is set; the first one is set then before."""
     sealing, goes_on, seal = threading.Event(), threading.Event(), Entry.seal

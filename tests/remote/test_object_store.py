@@ -316,6 +316,24 @@ def test_replaced_object_is_a_changed_file(
         file.verify_unchanged()
 
 
+@pytest.mark.parametrize("size", [0, 100])
+def test_object_that_ends_before_the_range_is_a_changed_file(
+    object_server: ObjectServer, large: Path, size: int
+) -> None:
+    """The server refuses the range, and sends no version."""
+    file = open_directory(object_server.url("s3")).open("large.bin")
+    before = file.size
+    large.write_bytes(os.urandom(size))
+    for _ in range(2):
+        with pytest.raises(
+            RemoteError, match=f"its size went from {before} to {size} bytes"
+        ) as raised:
+            file.read(1 << 20, 100)
+        assert raised.value.final
+    with pytest.raises(FileChanged):
+        file.verify_unchanged()
+
+
 @pytest.mark.parametrize("pins", [True, False])
 def test_rest_of_a_body_is_of_the_same_version(
     object_server: ObjectServer, large: Path, pins: bool

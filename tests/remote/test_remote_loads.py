@@ -213,6 +213,13 @@ def test_object_replaced_before_the_data_is_a_changed_file(
     gdsload.load_file(large)
 
 
+@pytest.mark.parametrize(("cache_dir", "why"), [("", "it is empty"), ("s3://b/c", "is a URL")])
+def test_wrong_directory_of_the_cache_is_named(large: str, cache_dir: str, why: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^cache_dir: .*{why}") as raised:
+        gdsload.load_file(large, cache_dir=cache_dir)
+    assert not isinstance(raised.value, FileNotFoundError)
+
+
 def test_failure_names_file_and_tensor(
     object_server: ObjectServer, large: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

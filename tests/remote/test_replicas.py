@@ -271,6 +271,26 @@ def test_caller_that_stops_early_gives_the_place_back() -> None:
     assert file.read(0, len(DATA)) == DATA
 
 
+def test_only_what_another_source_sent_counts_as_taken_over() -> None:
+    files = [MemoryFile(DATA) for _ in range(3)]
+    file = replica(*files)
+    size = len(DATA)
+    for each, fault in zip(files, (REFUSED, REFUSED, Fault()), strict=True):
+        each.always = fault
+    assert b"".join(map(bytes, file.chunks(0, size))) == DATA
+    assert file.facts().failovers == {"s3://bucket-0 -> s3://bucket-2": size}
+
+
+def test_failover_to_sources_that_fail_counts_nothing() -> None:
+    files = [MemoryFile(DATA) for _ in range(2)]
+    file = replica(*files)
+    for each in files:
+        each.always = REFUSED
+    with pytest.raises(GdsloadError, match="all sources failed"):
+        file.read(0, len(DATA))
+    assert file.facts().failovers == {}
+
+
 def test_second_load_reports_its_own_bytes() -> None:
     bad, good = MemoryFile(DATA), MemoryFile(DATA)
     file = replica(bad, good)

@@ -171,7 +171,12 @@ def _open_directory(url: str, cache_dir: PathLike | None) -> RemoteDirectory:
         return directory
     from gdsload.remote.cache import CachedDirectory, LocalCache
 
-    return CachedDirectory(directory, LocalCache(local_path_text(cache_dir)))
+    try:
+        path = local_path_text(cache_dir)
+    except CheckpointError as error:
+        why = error if os.fsdecode(cache_dir) else "it is empty"
+        raise CheckpointError(f"cache_dir: {why}") from None  # the checkpoint may be there
+    return CachedDirectory(directory, LocalCache(path))
 
 
 def shard_paths(files: Sequence[str], cache_dir: PathLike | None) -> tuple[ShardPath, ...]:

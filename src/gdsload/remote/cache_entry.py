@@ -23,11 +23,12 @@ import fcntl
 import os
 import re
 import struct
+import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
-from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.lifecycle import fork_safe_lock, in_child
 from gdsload.system.parallel import in_thread, parallel_map
 from gdsload.system.stall import STALL_SECONDS
 
@@ -43,6 +44,9 @@ _EVENT = re.compile(
     re.MULTILINE,
 )
 _DROPPED = "-"
+
+
+_entries: weakref.WeakSet[Entry] = weakref.WeakSet()
 
 
 class CachedRange(NamedTuple):
@@ -75,6 +79,15 @@ class Entry:
         mode = fcntl.fcntl(events_fd, fcntl.F_GETFL) & os.O_ACCMODE
         self.writable = mode != os.O_RDONLY and self._range_lock(fcntl.F_RDLCK, _WRITERS, 1)
         self._refresh()
+        _entries.add(self)
+
+    def forget(self) -> None:
+        """In a child of fork(): leaves the locks to the parent. No byte is there any more."""
+        self.writable = False
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in (self._data_fd, self._events_fd):
+            os.dup2(null, fd, inheritable=False)  # closed by `__del__`
+        os.close(null)
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:
         _close(self._data_fd)
@@ -277,6 +290,16 @@ class Entry:
         asked = _lock_of(fcntl.F_WRLCK, _WRITERS, 1)
         found = fcntl.fcntl(self._events_fd, fcntl.F_OFD_GETLK, asked)
         return bool(struct.unpack(_LOCK, found)[0] != fcntl.F_RDLCK)  # `seal` has another kind
+
+
+def _forget_all() -> None:
+    for entry in list(_entries):
+        with suppress(OSError):  # no descriptor is left
+            entry.forget()
+    _entries.clear()
+
+
+in_child(_forget_all)
 
 
 def _lock_of(kind: int, start: int, length: int) -> bytes:

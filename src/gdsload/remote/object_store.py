@@ -13,6 +13,7 @@ import sys
 import time
 from base64 import b64encode
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -267,6 +268,16 @@ class ObjectDirectory(RemoteDirectory):
             head, meta = b"", empty
         return ObjectFile(self, name, meta, head)
 
+    def facts(self, name: str) -> ObjectMeta:
+        """The facts about the version of a file that is there now. Raises errors of the client."""
+        try:
+            return self.get(name, 0, 1).meta
+        except Exception:
+            empty = self._facts_of_empty(name)  # a range of it is refused
+            if empty is None:
+                raise
+            return empty
+
     def _facts_of_empty(self, name: str) -> ObjectMeta | None:
         """The facts about a file if it is empty."""
         import obstore
@@ -371,6 +382,10 @@ class ObjectFile(RemoteFile):
             if not got:  # else the caller asks for the rest
                 code, why = reason(error)
                 final = code != errno.EIO
+                if not (final or self._changed or _was_repeated(started)):
+                    self._look_again()
+                if self._changed:
+                    why, final = self._changed, True
                 hint = _HINTS.get(self.scheme, "") if code == errno.EACCES else ""
                 facts.update(errno=code, hint=hint)
         if why:
@@ -378,6 +393,11 @@ class ObjectFile(RemoteFile):
 
     def quiesce(self) -> None:
         self._directory.quiesce()
+
+    def _look_again(self) -> None:
+        """Compares the version that is there now: a range that begins behind its end is refused."""
+        with suppress(Exception):  # then the failure of the read counts
+            self._compare(self._directory.facts(self._name))
 
     def _compare(self, meta: ObjectMeta) -> None:
         if meta["size"] != self.size:

@@ -199,16 +199,12 @@ class ReplicaFile(RemoteFile):
         return self.error(f"all sources failed: {reasons}", errno=errno.EIO, final=True)
 
     def chunks(self, offset: int, length: int) -> Iterator[Any]:
-        done, before = 0, ""
+        done, failed = 0, ""  # the source whose bytes another one has to send
         while done < length:
             source = self._sources.take(list(self._files), length - done)
             if source is None:
                 raise self._nobody()
-            if before and before != source.name:
-                with self._lock:
-                    self._failovers[f"{before} -> {source.name}"] += length - done
-            before = ""
-            file, got, asked = self._files[source], 0, time.monotonic()
+            ended, file, got, asked = False, self._files[source], 0, time.monotonic()
             stream = Stream(file, offset + done, length - done, partial(self._is_last, source))
             try:
                 while done < length:
@@ -224,14 +220,18 @@ class ReplicaFile(RemoteFile):
                     yield chunk
                 if not got:
                     raise file.error("it sent nothing")
+                ended = True
             except Exception as error:
-                before = source.name
                 self._sources.abandon(source, _text_of(error))
             finally:
                 stream.close()
                 self._sources.give_back(source, got, asked)
                 with self._lock:
                     self._paths[file.io_path] += got
+                    if got and failed not in ("", source.name):
+                        self._failovers[f"{failed} -> {source.name}"] += got
+            if got or not failed:  # one that has sent nothing has taken nothing over
+                failed = "" if ended else source.name
 
     def facts(self) -> SourceFacts:
         with self._lock:
