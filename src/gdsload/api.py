@@ -540,10 +540,17 @@ class _Wanted:
         pairs = iter(pairs)
         for wanted in self._tensors:
             parts = [tensor for _, tensor in islice(pairs, len(wanted.slice.parts))]
-            tensor = assembled(wanted.slice, parts)
             shard = wanted.info.shard
-            if any(session.maps(part, shard) for part in parts) and not session.maps(tensor, shard):
-                session.checkpoint.verify_unchanged({shard})  # copied from its file
+            # Copied from a file that may have changed since the last tensor was handed out, and may
+            # change now.
+            copied = (len(parts) > 1 or wanted.slice.index is not None) and any(
+                session.maps(part, shard) for part in parts
+            )
+            if copied:
+                session.checkpoint.verify_unchanged({shard})
+            tensor = assembled(wanted.slice, parts)
+            if copied:
+                session.checkpoint.verify_unchanged({shard})
             del parts
             yield wanted.info.name, tensor.squeeze(wanted.removed) if wanted.removed else tensor
             del tensor

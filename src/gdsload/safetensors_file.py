@@ -221,6 +221,8 @@ class safe_open:
                 raise self._closed_error()
             if copies:  # later reads, too: their tensors may be of the same mapping
                 self._session.will_copy()
+            if self._session.cache == "mapped":  # it may be shorter than its mapping
+                self._checkpoint.verify_unchanged({info.shard for info in infos})
             report = LoadReport(
                 self._checkpoint.source, device=self._device, on_event=self._on_event
             )

@@ -318,6 +318,7 @@ def test_of_names_that_share_a_target_the_first_one_is_read(tmp_path: Path) -> N
         ({"q": torch.nested.nested_tensor([torch.zeros(60, 64)])}, PlacementError, "nested"),
         ({"q": torch.nn.LazyLinear(60).weight}, PlacementError, "no shape yet"),
         ({"q": torch.zeros(60, 64).to_sparse()}, PlacementError, "layout"),
+        ({"q": torch._efficientzerotensor((60, 64))}, PlacementError, "ZeroTensor"),
         ({"q": fused[:60], "k": fused[59:79]}, PlacementError, "shares memory"),
         ({"q": fused[:60], "norm": fused.view(torch.bfloat16)[0, :64]}, PlacementError, "shares"),
         ({"q": 5}, TypeError, "'q' must be a tensor, not int"),

@@ -52,7 +52,7 @@ def test_child_forked_after_a_load_can_load(path: Path) -> None:
                 try:
                     opened.get_tensor("t2")
                 except gdsload.GdsloadError as error:
-                    assert "fork" in str(error), error
+                    assert f"{sys.argv[1]}: it was opened before a fork" in str(error)
                 else:
                     raise AssertionError("the parent's engine was used")
                 mine["t1"].fill_(9)
@@ -66,6 +66,42 @@ def test_child_forked_after_a_load_can_load(path: Path) -> None:
         opened.close()
     """
     python(program, path)
+
+
+def test_file_that_was_truncated_since_the_last_tensor_is_an_error(
+    tmp_path: Path,
+) -> None:
+    """The next tensors are copies of its mapping: parts, and tensors at odd addresses."""
+    program = """
+        import os, struct, sys, torch, gdsload
+        header = (
+            b'{"t1": {"dtype": "F32", "shape": [512, 512], "data_offsets": [0, 1048576]},'
+            b' "t2": {"dtype": "F32", "shape": [512, 512], "data_offsets": [1048576, 2097152]}}'
+        )
+        part = (slice(None), slice(0, 100))
+        def opened(path, **words):
+            with gdsload.safe_open(path, **words) as file:
+                yield from ((name, file.get_tensor(name)) for name in ("t1", "t2"))
+        for length, read, words in (
+            (256, gdsload.stream, {"window_bytes": 1, "progress": False}),
+            (257, gdsload.stream, {"window_bytes": 1, "progress": False}),
+            (256, gdsload.stream, {"slices": {"t1": part, "t2": part}, "progress": False}),
+            (257, opened, {"cache": "mapped"}),
+        ):
+            padded = header.ljust(length)
+            with open(sys.argv[1], "wb") as file:
+                file.write(struct.pack("<Q", len(padded)) + padded + bytes(2 << 20))
+            tensors = read(sys.argv[1], **words)
+            next(tensors)
+            os.truncate(sys.argv[1], 8192)
+            try:
+                list(tensors)
+            except gdsload.FileChanged as error:
+                assert sys.argv[1] in str(error)
+            else:
+                raise AssertionError(f"{length}, {words}: no error")
+    """
+    python(program, tmp_path / "model.safetensors")
 
 
 def test_child_copies_without_the_threads_of_torch_that_its_parent_has(path: Path) -> None:

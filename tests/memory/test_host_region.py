@@ -41,6 +41,17 @@ def test_fresh_memory(length: int) -> None:
     assert resident_pages(region.address, region.length) <= 1, "address space, not memory"
 
 
+def test_regions_do_not_use_up_the_mappings_of_a_process() -> None:
+    """The kernel allows 65,530, and merges those that it treats alike."""
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = mappings()
+    regions = [Region.anonymous(PAGE) for _ in range(200)]
+    assert mappings() < before + len(regions) // 2
+
+
 @pytest.mark.parametrize("length", [0, (1 << 64) - 1, -1])
 def test_lengths_that_cannot_be(length: int) -> None:
     with pytest.raises((ValueError, OverflowError, MemoryError)):

@@ -144,8 +144,8 @@ cdef class Region:
         )
         if mapped == MAP_FAILED:
             raise MemoryError(
-                f"no address space for {length} bytes (ulimit -v limits it, or"
-                f" vm.overcommit_memory=2): {os.strerror(errno)}"
+                f"no address space for {length} bytes (ulimit -v limits it, vm.overcommit_memory=2,"
+                f" or vm.max_map_count): {os.strerror(errno)}"
             )
         # The rest at both ends costs address space only.
         self.region = new_region(mapped, whole + UNIT_BYTES, 1)
@@ -155,7 +155,9 @@ cdef class Region:
         if self.region.touched == NULL:
             raise MemoryError(f"no memory to track a region of {length} bytes")
         # Small pages, unless the threads that read measure that huge ones are cheaper now.
-        madvise(self.region.base, whole, MADV_NOHUGEPAGE)
+        # All of the mapping, so that the kernel merges it with that of another region: the number of
+        # mappings is limited, too.
+        madvise(mapped, whole + UNIT_BYTES, MADV_NOHUGEPAGE)
         return self
 
     @staticmethod

@@ -238,6 +238,8 @@ def _unwritable(target: torch.Tensor) -> str:
         return "is a quantized tensor"
     if not target.numel():
         return ""
+    if target._is_zerotensor():  # of derivatives; its storage tells a size, and has no address
+        return "is a ZeroTensor, which has no memory"
     extent = 1  # in an order of growing strides, each must step over all before it
     for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
         if size > 1:

@@ -156,6 +156,7 @@ class Session(quiesce.Holder):
         self.cache = cache
         self.stall_seconds = settings.stall_seconds
         self.backend: Backend | None = None  # while it is open
+        self._pid = 0  # of the process that opened it
         self.failovers: dict[str, int] = {}  # of this backend, that reports have
         self.watch: Callable[[], object] = nothing  # called while a prefetch is waited for
         self._settings = settings
@@ -211,10 +212,18 @@ class Session(quiesce.Holder):
         self._expected_bytes, self._beside_bytes = nbytes, beside_bytes
 
     def open(self) -> Backend:
-        """The backend; the first call opens it. Raises BackendUnavailable."""
+        """The backend; the first call opens it. Raises BackendUnavailable, also in a child of a
+        process that has opened it before the fork."""
         with self._opening:
+            if self.backend is not None and self._pid != os.getpid():
+                why = "it was opened before a fork: its threads stayed in the parent process"
+                raise BackendUnavailable(
+                    f"{self.checkpoint.source}: {why}; open it in the child",
+                    {self.backend.name: why},
+                )
             if self.backend is None:
                 self.backend, self.failovers = self._opened_backend(), {}
+                self._pid = os.getpid()
                 record_backend(self.report, self.backend, self.failovers)
             return self.backend
 
@@ -469,8 +478,9 @@ class Session(quiesce.Holder):
         )
 
     def is_mapping(self, view: BufferView, shard: int) -> bool:
-        """Whether a view is of the mapping of its shard, whose bytes change with the file."""
-        return view.region is self._mapped.get(shard)
+        """Whether a view is of a mapping of its shard, whose bytes change with the file."""
+        own = view.region is self._mapped.get(shard)
+        return own or view.region in self._claimed_mappings.get(shard, ())
 
     @property
     def files(self) -> list[Registration]:

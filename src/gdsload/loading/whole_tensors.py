@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from gdsload.checkpoint import TensorInfo
+from gdsload.dtypes import DTYPES
 from gdsload.loading.batch import Batch, release_all
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import moved
@@ -83,23 +84,36 @@ def load_in_windows(
     try:
         _import_torch(session, device)
         require_possible(infos)
+        handed = False
         while posted:
             posted.extend(islice(windows, 1))
             group, batch = posted[0]
+            if handed:  # some time ago: a mapping may be longer than its file now
+                copied = {info.shard for info in group if _copies_mapped(session, info, batch)}
+                session.checkpoint.verify_unchanged(copied)
+            handed = True
             shards = {info.shard for info in group} if len(posted) > 1 else None
             tensors = _handed_over(session, group, batch, advance, shards)
             del posted[0], batch
             for info in group:
                 tensor = tensors.pop(info.name)
                 if device != session.device:
-                    mapped = session.maps(tensor, info.shard)
+                    copied = {info.shard} if session.maps(tensor, info.shard) else set()
+                    session.checkpoint.verify_unchanged(copied)
                     tensor = moved(tensor, device)
-                    if mapped:  # copied from its file
-                        session.checkpoint.verify_unchanged({info.shard})
+                    session.checkpoint.verify_unchanged(copied)
                 yield info.name, tensor
                 del tensor
     finally:
         release_all(batch for _, batch in posted)
+
+
+def _copies_mapped(session: Session, info: TensorInfo, batch: Batch) -> bool:
+    """Whether a tensor will be a copy of bytes in a mapping of its file: it is misaligned there."""
+    view = batch.views.get(info.name)
+    if view is None or not session.is_mapping(view, info.shard):
+        return False
+    return (view.region.address + view.offset) % DTYPES[info.dtype].align != 0
 
 
 def _handed_over(
