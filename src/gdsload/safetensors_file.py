@@ -339,7 +339,8 @@ class Slice:
             rows = range(*first.indices(count))
             if rows.step > 0:
                 end = rows[-1] + 1 if rows else rows.start
-                info, rest = rows_of(info, rows.start, end), (slice(None, None, rows.step), *others)
+                step = min(rows.step, count)  # torch computes with it
+                info, rest = rows_of(info, rows.start, end), (slice(None, None, step), *others)
         elif type(first) is int and -count <= first < count:
             row = first % count
             info, rest = rows_of(info, row, row + 1), (0, *others)

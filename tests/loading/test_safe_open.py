@@ -104,7 +104,7 @@ def test_number_as_first_index_reads_one_row(path: Path, index: Any) -> None:
 BOUNDS = [None, 0, 1, 40, ROWS - 1, ROWS, -1, -30, -ROWS]
 
 
-@pytest.mark.parametrize("step", [2, 3, 7, ROWS - 1, ROWS, 1000])
+@pytest.mark.parametrize("step", [2, 3, 7, ROWS - 1, ROWS, 1000, 1 << 70])
 @pytest.mark.parametrize(
     "rest", [(), (3,), (slice(2, 9),), (slice(None, None, 5),), (..., 0)], ids=str
 )
@@ -118,7 +118,8 @@ def test_rows_with_a_step_are_read_from_the_first_to_the_last(
             if framework == "np" and start == ROWS:  # refused, as by safetensors
                 continue
             index = (slice(start, stop, step), *rest)
-            assert torch.equal(torch.as_tensor(whole[index]), expected[index]), index
+            same = (slice(start, stop, min(step, ROWS)), *rest)  # torch computes with the step
+            assert torch.equal(torch.as_tensor(whole[index]), expected[same]), index
             rows = range(ROWS)[index[0]]
             wanted = 4 * COLUMNS * (rows[-1] + 1 - rows[0]) if rows else 0
             report = gdsload.last_report()
