@@ -37,7 +37,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_child_forked_after_a_load_can_load(path: Path) -> None:
-    """The child loads with threads of its own, and frees its copies without harm to the parent."""
+    """The child reads with threads of its own, also from what its parent has opened, and frees its
+    copies without harm to the parent."""
     program = """
         import gc, os, sys, gdsload
         def right(got):
@@ -49,12 +50,7 @@ def test_child_forked_after_a_load_can_load(path: Path) -> None:
             if child == 0:
                 assert right(mine)
                 assert right(gdsload.load_file(sys.argv[1], cache="direct"))
-                try:
-                    opened.get_tensor("t2")
-                except gdsload.GdsloadError as error:
-                    assert f"{sys.argv[1]}: it was opened before a fork" in str(error)
-                else:
-                    raise AssertionError("the parent's engine was used")
+                assert right({"t2": opened.get_tensor("t2")})
                 mine["t1"].fill_(9)
                 mine.clear()
                 opened.close()

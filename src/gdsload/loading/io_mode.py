@@ -348,6 +348,10 @@ class ShardAccess:
         except OSError as error:
             self.report.refusals[f"page_cache='drop' on {opened.name}"] = str(error.strerror)
 
+    def forget_backend(self) -> None:
+        """In a child of a fork: files are registered anew with another backend."""
+        self._registered = [None] * len(self._registered)
+
     def close(self, backend: Backend | None) -> None:
         """Gives registrations back, closes the backend and the direct descriptors, and drops from
         the page cache what was not there before. A later `register` starts anew."""

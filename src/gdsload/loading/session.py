@@ -107,6 +107,9 @@ def _drop_rest(offers: list[Offer], checkpoint: Checkpoint) -> None:
     offers.clear()
 
 
+_inherited: list[Backend] = []  # from the parent of this process
+
+
 class Session(quiesce.Holder):
     """The open files and the backend of one checkpoint. Close it after its last batch."""
 
@@ -212,20 +215,30 @@ class Session(quiesce.Holder):
         self._expected_bytes, self._beside_bytes = nbytes, beside_bytes
 
     def open(self) -> Backend:
-        """The backend; the first call opens it. Raises BackendUnavailable, also in a child of a
-        process that has opened it before the fork."""
+        """The backend; the first call opens it, and so does the first one in a child of a fork.
+
+        Raises BackendUnavailable, also in such a child if the backend reads to a device or from
+        remote files: their libraries do not survive a fork.
+        """
         with self._opening:
             if self.backend is not None and self._pid != os.getpid():
-                why = "it was opened before a fork: its threads stayed in the parent process"
-                raise BackendUnavailable(
-                    f"{self.checkpoint.source}: {why}; open it in the child",
-                    {self.backend.name: why},
-                )
+                self._leave_to_parent(self.backend)
             if self.backend is None:
                 self.backend, self.failovers = self._opened_backend(), {}
                 self._pid = os.getpid()
                 record_backend(self.report, self.backend, self.failovers)
             return self.backend
+
+    def _leave_to_parent(self, backend: Backend) -> None:
+        """In a child of a fork: forgets the backend, whose threads stayed in the parent."""
+        if self._remote or self.device != "cpu":
+            why = "it was opened before a fork: its threads stayed in the parent process"
+            text = f"{self.checkpoint.source}: {why}; open it in the child"
+            raise BackendUnavailable(text, {backend.name: why})
+        _inherited.append(backend)  # never closed: it would wait for its threads
+        self.backend = None
+        self.posted.clear()
+        self._access.forget_backend()
 
     def _opened_backend(self) -> Backend:
         """A new backend. "auto" is, into a CUDA device, the backend that measures and fails over;
