@@ -503,6 +503,12 @@ def test_load_imports_torch(tiny_checkpoint: Path) -> None:
     assert "torch" in process(LIGHT, "load", tiny_checkpoint).stderr.split()
 
 
+def test_load_of_a_path_that_is_not_there_does_not_import_torch(tmp_path: Path) -> None:
+    ended = process(LIGHT, "load", tmp_path / "typo")
+    assert ended.returncode == 1
+    assert ended.stderr == f"gdsload: No such file or directory: {tmp_path}/typo\n\n"
+
+
 @pytest.mark.parametrize(
     ("words", "logged"),
     [

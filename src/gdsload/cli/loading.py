@@ -19,12 +19,13 @@ from gdsload import api
 from gdsload.backends import registry
 from gdsload.backends.posix.engines import ENGINES
 from gdsload.checkpoint import Checkpoint, Shard
+from gdsload.checkpoint.locate import locate
 from gdsload.cli import terminal
 from gdsload.errors import BackendUnavailable, GdsloadError, one_line, shown
 from gdsload.loading.settings import CACHES, ReadSettings
 from gdsload.memory import page_cache
 from gdsload.memory.tensors import flat_bytes
-from gdsload.remote.urls import shown_source
+from gdsload.remote.urls import is_url, shown_source
 from gdsload.report import count, last_report, size
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def load(
             paths = [shard.path for shard in checkpoint.shards]
             if checkpoint.remote:
                 raise click.UsageError("--cold is for local files")
+    elif not (os.path.lexists(source) or is_url(source)):
+        locate(source, **where)  # its errors need no torch, whose import takes seconds
     try:
         chosen = ReadSettings(backend, cache)
     except ValueError as error:  # they contradict each other
