@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdsload
 import tinymodels
@@ -331,6 +332,29 @@ def test_model_loaded_in_inference_mode_is_that_of_transformers(qwen: Path, dtyp
     inference = {name: tensor.is_inference() for name, tensor in stock.state_dict().items()}
     for name, tensor in ours.state_dict().items():
         assert tensor.is_inference() <= inference[name], name
+
+
+@pytest.mark.skipif(not NEW, reason="transformers makes tensors in threads since 5.0")
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_model_loaded_in_fake_tensor_mode_is_that_of_transformers(
+    kind: str, dtype: torch.dtype, allowed: bool, tmp_path: Path
+) -> None:
+    """Parameters that transformers makes in threads are real, and those that it merges are not."""
+    tinymodels.build(kind).to(torch.bfloat16).save_pretrained(tmp_path)
+
+    def kinds() -> Any:
+        with FakeTensorMode(allow_non_fake_inputs=allowed):
+            try:
+                model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+            except RuntimeError as error:
+                return type(error)
+        return {name: (type(each.data), each.dtype) for name, each in model.named_parameters()}
+
+    stock = kinds()
+    with gdsload.accelerated():
+        assert kinds() == stock
 
 
 def test_adapter_in_the_hub_cache_is_one_for_an_auto_class(tmp_path: Path) -> None:

@@ -195,7 +195,10 @@ class Tied(torch.nn.Module):
 
 
 def loaded(model: Tied) -> Tied:
+    ready = dict(model.named_parameters())
+    model.source, model.target = (torch.nn.Parameter(torch.empty(64, device="meta")) for _ in ready)
     ties = TiedWeights(model)
+    model.source, model.target = ready.values()  # as transformers sets them
     for name in ("other", "target", "source", "source"):
         ties.parameter_set(name)
     for thread in threading.enumerate():
@@ -459,6 +462,21 @@ def test_twins_of_an_adapter_are_two(twins: Twins, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
+def test_adapter_with_both_embeddings_leaves_no_comparison(twins: Twins, tmp_path: Path) -> None:
+    """transformers does not ask, and a comparison would hold the memory that the model had."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = twins.load()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    folder = tmp_path / "adapter"
+    peft.get_peft_model(base, config).save_pretrained(folder, save_embedding_layers=True)
+    tied_weights._pairs().clear()
+    with gdsload.accelerated():
+        model = transformers.AutoModelForCausalLM.from_pretrained(twins.path)
+        model.load_adapter(folder)
+    assert not tied_weights._pairs()
+
+
+@pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
 def test_callbacks_write_to_one_of_two_twins(twins: Twins) -> None:
     before = twins.tensors[HEAD][0, 0].item()
 
@@ -479,6 +497,10 @@ def test_pairs_that_share_a_weight_are_no_twins(monkeypatch: pytest.MonkeyPatch)
         def __init__(self) -> None:
             """Has only what is asked for."""
 
+        def get_parameter(self, target: str) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(1, **memory))
+
+    memory: dict[str, Any] = {"device": "meta"}
     model: Any = object.__new__(Model)
     object.__setattr__(model, "all_tied_weights_keys", {"a": "b"})
     assert twin_pairs(model) == [], "it has code of its own"
@@ -490,6 +512,8 @@ def test_pairs_that_share_a_weight_are_no_twins(monkeypatch: pytest.MonkeyPatch)
     ):
         object.__setattr__(model, "all_tied_weights_keys", pairs)
         assert twin_pairs(model) == twins
+    memory["device"] = "cpu"
+    assert twin_pairs(model) == [], "it is complete"
 
 
 class Wrapped(torch.Tensor):

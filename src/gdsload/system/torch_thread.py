@@ -1,4 +1,4 @@
-"""What torch keeps for each thread: the default device, the current GPU and the current streams.
+"""What torch keeps for each thread: default device, current GPU, current streams, and modes.
 
 A thread that loads for another one takes them over. Its tensors are then where the caller's would
 be, and what it does with them on a GPU comes in the order of the caller's work. And in a child of
@@ -64,6 +64,24 @@ def _entered(makes: _Contexts) -> Iterator[None]:
     with ExitStack() as stack:
         for make in makes:
             stack.enter_context(make())
+        yield
+
+
+def in_dispatch_mode() -> bool:
+    """Whether this thread is in a TorchDispatchMode, such as a FakeTensorMode."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode() is not None
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, tensors are made as in another thread: without the dispatch modes and the inference
+    mode of this one."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False):
         yield
 
 

@@ -55,7 +55,7 @@ from gdsload.integrations.transformers.patches import (
     MODELING_PATCHES,
     SET_PARAM,
     compile_patterns,
-    outside_inference,
+    outside_modes,
     running,
 )
 from gdsload.integrations.transformers.stand_ins import (
@@ -170,7 +170,7 @@ def _load(
             # transformers looks for files that a class has beside its checkpoint; not at a URL.
             extra_files = getattr(type(model.config), "extra_files", ())
             reader = stack.enter_context(ModelReader(files, options, report, extra_files))
-            with outside_inference():  # what it makes is written to outside of it
+            with outside_modes():  # what it makes is written to outside of them
                 reader.start(model, config)
             stack.pop_all()
     except BackendUnavailable as error:

@@ -250,7 +250,7 @@ class _Planner:
         plan.buffers = [buffer for buffer in buffers if buffer is not None]
         plan.buffers.sort(key=lambda b: min(FILE_ORDER(infos[kind.keys[0]]) for kind in b.kinds))
         plan.written = {key for buffer in plan.buffers for key in buffer.keys}
-        plan.twins = _twins(self._model, parameters, self._patterns_of, plan.buffers, infos)
+        plan.twins = _twins(self._model, self._patterns_of, plan.buffers, infos)
 
     def order_slices(self) -> None:
         """Groups the slices that are read by themselves by device, in the order of requests."""
@@ -316,7 +316,6 @@ def _buffer(
 
 def _twins(
     model: Any,
-    parameters: Mapping[str, Any],
     patterns_of: Mapping[str, _Patterns],
     buffers: Sequence[ParameterBuffer],
     infos: Mapping[str, TensorInfo],
@@ -332,8 +331,6 @@ def _twins(
     }
     twins = {}
     for pair in twin_pairs(model):
-        if not all(name in parameters and parameters[name].is_meta for name in pair):
-            continue  # an adapter writes to a model that is complete: nobody ties its tensors again
         keys_of = [keys for name in pair for keys in patterns_of.get(name, {}).values()]
         found = [key for keys in keys_of for key in keys]
         if len(found) != 2 or not casts.keys() >= set(found):

@@ -279,7 +279,8 @@ def _class_named_by(config: Any, kwargs: Mapping[str, Any]) -> Any:
     import transformers
 
     mapped = getattr(config, "auto_map", None) or {}
-    for name in getattr(config, "architectures", None) or ():
+    names = getattr(config, "architectures", None) or ()
+    for name in (names,) if isinstance(names, str) else names:
         found = getattr(transformers, name, None)
         for auto, home in mapped.items():
             where = home[0] if isinstance(home, (list, tuple)) else home

@@ -24,7 +24,7 @@ from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import BufferView, current_pool
 from gdsload.memory.tensors import bytes_at
 from gdsload.system.available import require_room
-from gdsload.system.torch_thread import copying
+from gdsload.system.torch_thread import copying, in_dispatch_mode
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,9 @@ class ParameterBuffers:
     def merged(self, function: str, tensors: Any, dim: int) -> torch.Tensor | None:
         """The result of STACK or CAT of these tensors in dimension `dim`, if they are parts of one
         parameter and adjacent in this order. Else None."""
-        return self._merged.get((function, dim, _identity(tensors))) if self._merged else None
+        if not self._merged or in_dispatch_mode():  # there the result is of another kind
+            return None
+        return self._merged.get((function, dim, _identity(tensors)))
 
     def close(self) -> None:
         """Frees the parameters that were not taken. May be called again."""

@@ -42,6 +42,7 @@ from gdsload.integrations.transformers.monkeypatch import (
 from gdsload.integrations.transformers.parameter_buffers import CAT, STACK
 from gdsload.integrations.transformers.tied_weights import TIED_EQUAL, tied_equal
 from gdsload.system import cancellation
+from gdsload.system.torch_thread import in_dispatch_mode, without_modes
 
 if TYPE_CHECKING:
     import torch
@@ -145,12 +146,12 @@ def _patch_set_param(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(module, SET_PARAM, set_param_for_module)
 
 
-def outside_inference() -> AbstractContextManager[Any]:
-    """Threads of transformers are not in the inference mode of the caller: what they make can be
-    trained and written to."""
+def outside_modes() -> AbstractContextManager[Any]:
+    """Threads of transformers are in no mode of the caller: what they make can be trained and
+    written to, also in the inference mode, and has memory, also in a FakeTensorMode."""
     import torch
 
-    return torch.inference_mode(False)
+    return without_modes() if in_dispatch_mode() else torch.inference_mode(False)
 
 
 def _patch_materialize(module: ModuleType) -> Iterator[Replacement]:
@@ -161,7 +162,7 @@ def _patch_materialize(module: ModuleType) -> Iterator[Replacement]:
         # Not by `running`: transformers may call this from threads of its own.
         written = getattr(tensor, "written", None)
         reader = running.get()
-        with outside_inference() if reader and reader.replaces_threads else nullcontext():
+        with outside_modes() if reader and reader.replaces_threads else nullcontext():
             found = None if written is None else written(device, dtype)
             return original(tensor, device, dtype) if found is None else found
 

@@ -56,13 +56,22 @@ def _comparison(one: torch.Tensor, other: torch.Tensor) -> Comparison | None:
     return Comparison(*addresses, one.nbytes, dtype)
 
 
+def _is_unloaded(model: Any, name: str) -> bool:
+    try:
+        return bool(model.get_parameter(name).is_meta)
+    except AttributeError:
+        return False
+
+
 def asked_pairs(model: Any) -> list[tuple[str, str]]:
-    """The pairs whose equality transformers will ask for if the checkpoint holds both. The code of
-    others may write to one of them before that."""
+    """The pairs whose equality transformers will ask for if the checkpoint holds both: none of a
+    model that is complete, which an adapter is loaded to. The code of others may write to one of
+    them before that."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if not (hasattr(modeling, TIED_EQUAL) and type(model).__module__.startswith("transformers.")):
         return []
-    return list((getattr(model, "all_tied_weights_keys", None) or {}).items())
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    return [pair for pair in pairs if all(_is_unloaded(model, name) for name in pair)]
 
 
 def twin_pairs(model: Any) -> list[tuple[str, str]]:
