@@ -501,3 +501,18 @@ def test_call_that_outlives_its_loop_ends_without_an_error(monkeypatch: pytest.M
     released.set()
     await_threads("gdsload-async")
     assert errors == []
+
+
+def test_callback_that_raises_stop_iteration_ends_the_load(source: Path) -> None:
+    """asyncio takes no such error for a future, and the caller would wait for ever."""
+
+    def ready(name: str, module: torch.nn.Module) -> None:
+        next(iter(()))
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="StopIteration") as caught:
+            await asyncio.wait_for(gdsload.afrom_pretrained(source, on_module_ready=ready), 60)
+        assert isinstance(caught.value.__cause__, StopIteration)
+        await gdsload.afrom_pretrained(source)
+
+    asyncio.run(main())

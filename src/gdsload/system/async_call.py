@@ -75,5 +75,9 @@ def _settle(outcome: list[Any]) -> None:
         return
     if error is None:
         future.set_result(result)
+    elif isinstance(error, StopIteration):  # no future takes it, and its caller would wait for ever
+        raised = RuntimeError(f"the call raised {error!r}")
+        raised.__cause__ = error
+        future.set_exception(raised)
     else:
         future.set_exception(error)
