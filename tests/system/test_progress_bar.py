@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -137,3 +138,22 @@ def test_bar_of_bytes_that_are_there_at_once_does_not_begin_later(
         advance(1000)
         advance(0)
     assert capsys.readouterr().err == ""
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has ended."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("nobody reads")
+
+
+@pytest.mark.parametrize("stderr", [Gone(), None])
+@pytest.mark.parametrize("load", [by_load_file, by_stream, by_load_into])
+def test_load_goes_on_without_a_bar_that_cannot_be_written(
+    load: Callable[..., None],
+    stderr: io.StringIO | None,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    load(checkpoint, progress=True, cache="direct")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +25,8 @@ def progress_bar(
 ) -> Iterator[Callable[[int], None]]:
     """Shows a bar with rate and remaining time, and yields a function that advances it.
 
-    The bar is created with the first bytes: no read waits for the import of tqdm.
+    The bar is created with the first bytes: no read waits for the import of tqdm. Where it cannot
+    be written, the load goes on without it.
 
     Args:
         wanted: True shows the bar and leaves it on the screen, False shows none, None shows it
@@ -41,8 +42,17 @@ def progress_bar(
     bar: Any = None
 
     def advance(nbytes: int) -> None:
+        nonlocal shown
+        try:
+            draw(nbytes)
+        except Exception:  # stderr cannot be written: the load goes on
+            shown = False
+
+    def draw(nbytes: int) -> None:
         nonlocal bar
-        if shown and bar is None:
+        if not shown:
+            return
+        if bar is None:
             total = total_bytes() if callable(total_bytes) else total_bytes
             if not wanted and (nbytes >= total or not nbytes):
                 return  # all bytes are there at once
@@ -55,11 +65,11 @@ def progress_bar(
                 delay=0 if wanted else _DELAY_SECONDS,
                 leave=bool(wanted),
             )
-        if bar is not None:
-            bar.update(min(nbytes, bar.total - bar.n))
+        bar.update(min(nbytes, bar.total - bar.n))
 
     try:
         yield advance
     finally:
         if bar is not None:
-            bar.close()
+            with suppress(Exception):
+                bar.close()
