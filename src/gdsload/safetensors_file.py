@@ -110,6 +110,8 @@ class safe_open:
         # a slice that is dropped must not wait for the read of another thread.
         self._slices: weakref.WeakSet[Slice] = weakref.WeakSet()
         self._left = False
+        self._reader = 0  # the process that reads now, 0: none. A forked child has no reader.
+        self._closes_later = False
         lookup = Lookup(
             revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
         )
@@ -219,30 +221,39 @@ class safe_open:
         with self._lock:
             if self._checkpoint.closed:
                 raise self._closed_error()
-            if copies:  # later reads, too: their tensors may be of the same mapping
-                self._session.will_copy()
-            if self._session.cache == "mapped":  # it may be shorter than its mapping
-                self._checkpoint.verify_unchanged({info.shard for info in infos})
-            report = LoadReport(
-                self._checkpoint.source, device=self._device, on_event=self._on_event
+            outer, self._reader = self._reader, os.getpid()
+            try:
+                return self._read_open(infos, parts, copies)
+            finally:
+                self._reader = outer
+                if self._closes_later and outer != os.getpid():
+                    self.close()
+
+    def _read_open(
+        self, infos: list[TensorInfo], parts: bool, copies: bool
+    ) -> dict[str, torch.Tensor]:
+        if copies:  # later reads, too: their tensors may be of the same mapping
+            self._session.will_copy()
+        if self._session.cache == "mapped":  # it may be shorter than its mapping
+            self._checkpoint.verify_unchanged({info.shard for info in infos})
+        report = LoadReport(self._checkpoint.source, device=self._device, on_event=self._on_event)
+        report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
+        with (
+            self._session.reporting_to(report),
+            report.whole(),
+            quiesce.loading(report.source),
+            self._checkpoint.locating_errors(),
+        ):
+            tensors = load(
+                self._session,
+                infos,
+                report.wanted_bytes,
+                self._device,
+                past_cache="read-ahead would read bytes outside the slice" if parts else "",
             )
-            report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
-            with (
-                self._session.reporting_to(report),
-                report.whole(),
-                quiesce.loading(report.source),
-                self._checkpoint.locating_errors(),
-            ):
-                tensors = load(
-                    self._session,
-                    infos,
-                    report.wanted_bytes,
-                    self._device,
-                    past_cache="read-ahead would read bytes outside the slice" if parts else "",
-                )
-                if self._session.verifier is None and report.verify != "size":
-                    report.verified_bytes = report.wanted_bytes  # whole files, when it was opened
-                return tensors
+            if self._session.verifier is None and report.verify != "size":
+                report.verified_bytes = report.wanted_bytes  # whole files, when it was opened
+            return tensors
 
     def _checked(
         self, infos: Sequence[TensorInfo], tensors: dict[str, torch.Tensor]
@@ -270,7 +281,7 @@ class safe_open:
     def _verify_unchanged(self, shards: Collection[int]) -> None:
         if not shards:
             return
-        with self._lock:
+        with self._lock, quiesce.loading(self._checkpoint.source):
             if self._checkpoint.closed:
                 raise self._closed_error()
             self._checkpoint.verify_unchanged(shards)
@@ -286,10 +297,14 @@ class safe_open:
         """Closes the files after the read of another thread, if any, has ended.
 
         Tensors stay valid, slices do not. Leaving the `with` block closes the files as well, but
-        only when the last slice is gone. May be called again.
+        only when the last slice is gone. May be called again. Called inside a read, by its
+        `on_event` or by a signal handler, it closes them after the read.
         """
         with self._lock:
             self._left = True
+            if self._reader == os.getpid():  # the read of this thread, which holds the lock as well
+                self._closes_later = True
+                return
             self._session.close()
             self._checkpoint.close()
 

@@ -215,3 +215,18 @@ def test_file_that_changes_while_it_is_copied_from_a_mapping_is_an_error(
             with pytest.raises(FileChanged, match="it was written to"):
                 calls[read]()
     assert ("prefetched" in gdsload.last_report().paths) == prefetched
+
+
+@pytest.mark.parametrize("cache", ["direct", "buffered", "mapped"])
+def test_close_within_a_read_closes_after_it(
+    cache: str, path: Path, expected: torch.Tensor
+) -> None:
+    """As by a signal handler. The read ends well, and opens nothing again."""
+    before = descriptors.count()
+    opened: Any = None
+    opened = gdsload.safe_open(path, cache=cache, on_event=lambda _: opened.close())
+    assert torch.equal(opened.get_tensor("w"), expected)
+    with pytest.raises(gdsload.CheckpointError, match="the file is closed"):
+        opened.get_tensor("w")
+    gc.collect()
+    assert descriptors.count() <= before + (cache == "mapped")
