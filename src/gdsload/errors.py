@@ -305,7 +305,6 @@ class CuFileError(ReadError):
         self.code = code
 
 
-@cache
 def also_safetensors(kind: Any) -> Any:
     """A subclass of `kind` and of safetensors.SafetensorError, with the name of `kind`.
 
@@ -314,18 +313,20 @@ def also_safetensors(kind: Any) -> Any:
     """
     try:
         from safetensors import SafetensorError
-    except ImportError:
+    except ImportError:  # not remembered: memory for it may have been short
         return kind
-    if issubclass(kind, SafetensorError):
-        return kind
+    return kind if issubclass(kind, SafetensorError) else _both(kind, SafetensorError)
 
+
+@cache
+def _both(kind: Any, safetensor_error: Any) -> Any:
     names = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "__reduce__": _reduced,
         "_without_safetensors": kind,
     }
-    return type(kind.__name__, (kind, SafetensorError), names)
+    return type(kind.__name__, (kind, safetensor_error), names)
 
 
 def extra_hint(extra: str) -> str:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file as reference_load_file, save_file
 
 import gdsload
-from command import answer, run
+from command import answer, process, run
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gated import gated
 from gdsload import warmup
@@ -1027,3 +1027,10 @@ def test_error_of_a_path_with_control_characters_is_one_line(
     result = run("manifest", tiny_checkpoint, "--algorithm", "sha256", "--output", path)
     assert result.exit_code == 1
     assert "no\\x1b[2J\\nwhere" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_argument_types_of_other_libraries_are_left_alone() -> None:
+    """All users of `ctypes.pythonapi` share them."""
+    code = "import ctypes; import gdsload.loading.integrity; "
+    code += "print(ctypes.pythonapi.PyMemoryView_FromMemory.argtypes)"
+    assert process(code).stdout == "None\n"

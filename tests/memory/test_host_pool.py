@@ -140,9 +140,10 @@ def test_pool_that_cannot_be_mapped_leaves_the_load_without_it(
     with warmup.HostPool(64 << 20, pinned=False) as pool:
         with monkeypatch.context() as short:
             short.setattr("gdsload.memory.host_pool.Lease", Unmapped)
-            require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
+            for _ in range(2):
+                require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
         assert from_pool() == 0 and pool.held_bytes == 0
-        assert any("no memory for a load" in note for note in pool.notes)
+        assert sum("no memory for a load" in note for note in pool.notes) == 1
         by_load_file(tiny_checkpoint)
         for segment in pool._segments:
             monkeypatch.setattr(segment, "lease", Unmapped())

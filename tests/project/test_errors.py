@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import sys
 
 import pytest
 
@@ -82,3 +83,13 @@ def test_dtype_sizes_equal_those_of_torch() -> None:
 def test_unknown_dtype_raises() -> None:
     with pytest.raises(errors.CheckpointError, match="'X1' is not a safetensors dtype"):
         torch_dtype("X1")
+
+
+def test_failed_import_of_safetensors_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if memory for it was short."""
+    from safetensors import SafetensorError
+
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "safetensors", None)
+        assert errors.also_safetensors(errors.RankError) is errors.RankError
+    assert issubclass(errors.also_safetensors(errors.RankError), SafetensorError)

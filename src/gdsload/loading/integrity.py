@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 _READ_BYTES = 2 << 20
 _HUB_BLOB = re.compile(r"[0-9a-f]{64}")
 
-_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory.argtypes = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-_memory.restype = ctypes.py_object
+# Of its own: all libraries of a process share the argument types of `ctypes.pythonapi`.
+_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 _READ_ONLY = 0x100  # PyBUF_READ
 
 

@@ -313,8 +313,12 @@ class HostPool(quiesce.Holder):
                     self._drop(segment)
                 if not isinstance(error, OSError):
                     raise
-                self.notes.append(f"no memory for a load: {error.strerror}")
+                self._note(f"no memory for a load: {error.strerror}")
                 return None
+
+    def _note(self, refusal: str) -> None:
+        if refusal not in self.notes:
+            self.notes.append(refusal)
 
     def _too_many(self) -> bool:
         """Whether another segment would take too many of the process's descriptors."""
@@ -328,8 +332,8 @@ class HostPool(quiesce.Holder):
             idle = next((one for one in self._segments if one.idle), None)
             if idle is None:
                 return None
-            if self._too_many() and _FEW_DESCRIPTORS not in self.notes:
-                self.notes.append(_FEW_DESCRIPTORS)
+            if self._too_many():
+                self._note(_FEW_DESCRIPTORS)
             fits = idle.length * _LEAST_REUSED_SHARE <= length <= idle.length
             if fits and not idle.inherited:
                 # Reused with its pages: fresh ones often take longer to touch than to read.
@@ -363,7 +367,7 @@ class HostPool(quiesce.Holder):
             try:
                 region = segment.lease.lend(segment.fd, 0, segment.length, True)
             except OSError as error:
-                self.notes.append(f"its memory is not pinned: {error}")
+                self._note(f"its memory is not pinned: {error}")
                 return
         # Pinning takes 0.1 s for each GiB, so it is done without the lock.
         self._pin(segment, region, self._device)
@@ -373,7 +377,7 @@ class HostPool(quiesce.Holder):
             device.pin(region.address, region.length)
         except CudaFailure as error:
             self._pinned = False
-            self.notes.append(f"its memory is not pinned: {error}")
+            self._note(f"its memory is not pinned: {error}")
             return
         except BaseException:
             segment.pinned = region  # Ctrl-C: it may be pinned, and must stay mapped until unpinned
@@ -402,7 +406,7 @@ class HostPool(quiesce.Holder):
                 if pinned is not None and self._device is not None:
                     self._device.unpin(pinned.address)
             except CudaFailure as error:  # as after an error of a kernel: the memory goes anyway
-                self.notes.append(f"its memory is not unpinned: {error}")
+                self._note(f"its memory is not unpinned: {error}")
             finally:
                 try:
                     self._segments.remove(segment)
