@@ -444,7 +444,7 @@ def stream(
     """
     if order not in ("file", "layers"):
         raise ValueError(f'order={order!r} must be "file" or "layers"')
-    if window_bytes < 1:
+    if not window_bytes >= 1:
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
     title_of(source)  # or TypeError
     settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
@@ -704,7 +704,7 @@ def plan(
     """
     from gdsload._native.system import direct_alignment
 
-    if window_bytes < 0:
+    if not window_bytes >= 0:
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 0")
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     with lookup.open(source) as checkpoint:

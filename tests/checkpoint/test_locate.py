@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -291,6 +292,8 @@ def test_directory_without_safetensors_raises(tmp_path: Path) -> None:
         ("../name", {}, "No such file or directory"),
         (".", {"subfolder": "../x"}, "the subfolder '../x' does not stay inside the checkpoint"),
         (".", {"subfolder": "/etc"}, "stay inside"),
+        (".", {"subfolder": "\ud800"}, "cannot be encoded"),
+        ("org/name", {"revision": "\ud800"}, "cannot be encoded"),
         (".", {"variant": "../x"}, "not the name of a variant"),
         ("org/name", {"revision": "../x"}, "the revision '../x' does not stay inside"),
         ("x" * 5000, {}, "x"),
@@ -307,6 +310,12 @@ def test_invalid_source_raises(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=fragment):
         locate(source, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"subfolder": b"x"}, {"revision": 5}])
+def test_word_of_another_type_raises_type_error(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))}=.* must be a str"):
+        locate("org/name", **options)
 
 
 @pytest.mark.parametrize(

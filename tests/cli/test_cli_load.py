@@ -348,3 +348,14 @@ def test_warmup_in_the_background_takes_a_name_that_looks_like_an_option(
     monkeypatch.setattr(warming.subprocess, "Popen", Process)
     warming.in_background("-model", "pagecache", 0, {"variant": "-v"})
     assert started[0][-3:] == ["--variant=-v", "--", "-model"]
+
+
+@pytest.mark.parametrize("wait", [["--wait"], []])
+def test_warmup_of_a_tensor_in_two_shards_reads_both(
+    wait: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers loads such a checkpoint."""
+    for shard in ("a", "b"):
+        save_file({"w": torch.ones(5)}, tmp_path / f"{shard}.safetensors")
+    monkeypatch.setattr(warming, "in_background", lambda *_: 1)
+    assert run("warmup", tmp_path, *wait).exit_code == 0

@@ -122,6 +122,7 @@ def tell():
     main = sys.modules["__main__"]
     own = pickle.loads(pickle.dumps(Own())).__class__ is Own
     print(__name__, sys.argv, vars(main) is globals(), own)
+    print(type(__builtins__), "__annotations__" in globals())
 
 def later():
     threading.main_thread().join()

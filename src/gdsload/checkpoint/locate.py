@@ -233,10 +233,15 @@ def local_path_text(path: PathLike) -> str:
 
 
 def relative(path: str, what: str) -> str:
-    """A relative path without empty and "." parts. Raises CheckpointError if it leads outside."""
+    """A relative path without empty and "." parts. Raises CheckpointError if it leads outside, and
+    TypeError."""
+    if not isinstance(path, str):
+        raise TypeError(f"{what}={path!r} must be a str")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts or "\0" in path:
         raise CheckpointError(f"the {what} {shown(path)} does not stay inside the checkpoint")
+    if parts:
+        path_text(path)  # that can be encoded
     return "/".join(parts)
 
 

@@ -6,6 +6,7 @@ threads and exit functions.
 
 from __future__ import annotations
 
+import builtins
 import io
 import os
 import pkgutil
@@ -97,7 +98,7 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
     if tier not in TIERS:
         raise _wrong(f"gdsload: --tier {tier} must be one of {', '.join(TIERS)}")
     try:
-        return prefetch(wanted["model"], wanted["device"], tier=tier), rest
+        return prefetch(wanted["model"], wanted["device"], tier=tier, strict=False), rest
     except ValueError as error:
         raise _wrong(f"gdsload: --model {shown_source(wanted['model'])}: {error}") from None
 
@@ -163,6 +164,9 @@ def _run_main(module: bool) -> None:
     # Python has put a directory in front, which the script does not need; but not with `python -P`.
     safe_path = bool(getattr(sys.flags, "safe_path", False))
     main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins  # `exec` would put in its dictionary
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
     path = os.path.abspath(sys.argv[0])
     if module:
         if not safe_path:

@@ -53,14 +53,16 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
             " complete after `gdsload load SOURCE --cache-dir DIR`"
         )
     if not wait:
-        with Checkpoint.open(source, **where):
+        with Checkpoint.open(source, strict=False, **where):
             pid = in_background(source, tier, limit, where)
         if as_json:
             terminal.show_json({"source": source, "tier": tier, "pid": pid})
         else:
             click.echo(f"{one_line(source)}: process {pid} reads it into the page cache")
         return 0
-    with prefetch(source, tier=tier, limit_bytes=limit or None, **where) as ahead:
+    # Not strict: transformers loads a tensor that is in two shards, and only the bytes count here.
+    limit_bytes = limit or None
+    with prefetch(source, tier=tier, limit_bytes=limit_bytes, strict=False, **where) as ahead:
         wait_with_bar(ahead)
         progress = ahead.progress()
     if as_json:
