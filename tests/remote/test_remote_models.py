@@ -278,6 +278,15 @@ def test_file_of_speakers_is_found_by_the_class_that_reads_it(
     assert torch.equal(model.speakers["a"], torch.ones(3))
 
 
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_shard_that_is_not_there_is_named(server: ObjectServer, scheme: str) -> None:
+    """A web server cannot list what it has."""
+    name = "model-00002-of-00002.safetensors"
+    (server.root / "model" / name).unlink()
+    with pytest.raises(CheckpointNotFound, match=name):
+        gdsload.from_pretrained(server.url(scheme, "model"))
+
+
 def test_tokenizer_is_loaded_by_its_class(object_server: ObjectServer) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")

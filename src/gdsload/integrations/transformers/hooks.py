@@ -119,7 +119,7 @@ def note(report: LoadReport, path: str, reason: str = "") -> None:
         if path in (HOOK, LOAD_FILE) or (path, reason) in _logged:
             return
         _logged.add((path, reason))
-    reader = "transformers reads the weights itself" if path == STOCK else f"entry point {path!r}"
+    reader = "gdsload does not read the weights" if path == STOCK else f"entry point {path!r}"
     log.warning("%s: %s: %s", report.source, reader, reason)
 
 

@@ -179,7 +179,9 @@ def stand_in(url: str, words: Mapping[str, Any], *, weights: bool = True) -> Ite
                     checkpoint = add(url, subfolder=subfolder, variant=variant)
             except CheckpointNotFound:
                 # Perhaps only a tokenizer, or weights of another format, which transformers names.
-                if has_weights or not any(folder.iterdir()):
+                # A web server lists no weights; one that has their index lacks one of them.
+                has_index = any(folder.glob("*.safetensors.index*.json"))
+                if has_weights or has_index or not any(folder.iterdir()):
                     raise
             else:
                 stack.enter_context(held(open_checkpoint, checkpoint))
