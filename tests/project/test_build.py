@@ -201,11 +201,10 @@ def test_wheel_runs_benchmarks(installed: Path, tmp_path: Path) -> None:
     assert "usage: gdsload bench io" in ran.stdout
 
 
-def test_wheel_has_command_and_backend_entry_points(installed: Path) -> None:
+def test_wheel_has_command_and_plugin_entry_points(installed: Path) -> None:
     (entry_points,) = installed.glob("*.dist-info/entry_points.txt")
     text = entry_points.read_text()
     assert "gdsload = gdsload.cli:main" in text
-    assert re.search(r"\[gdsload\.backends\]\nposix = gdsload\.backends\.posix:PosixBackend", text)
     assert "[vllm.general_plugins]\ngdsload = gdsload.integrations.vllm:register" in text
     assert "[sglang.srt.plugins]\ngdsload = gdsload.integrations.sglang:register" in text
 

@@ -145,7 +145,7 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
             refusals.update(error.reasons)
     entries: list[EntryPoint] = []
     try:
-        entries = [e for e in entry_points(group=GROUP) if not e.value.startswith("gdsload.")]
+        entries = list(entry_points(group=GROUP))
     except Exception as error:  # no descriptor left, or broken metadata of some distribution
         refusals["plugins"] = f"they cannot be listed: {type(error).__name__}: {error}"
     for entry in entries:
