@@ -784,11 +784,11 @@ def test_process_that_may_open_few_files_keeps_some_for_others(
 def test_failovers_of_several_backends_are_added() -> None:
     report = LoadReport("m")
     for nbytes in (5, 2):
-        counted: dict[str, int] = {}
+        session: Any = SimpleNamespace(report=report, failovers={})
         for so_far in (1, nbytes):
             status = BackendStatus("auto", failovers={"gds -> posix": so_far})
             backend: Any = SimpleNamespace(status=lambda status=status: status)
-            record_backend(report, backend, counted)
+            record_backend(session, backend)
     assert report.failovers == {"gds -> posix": 7}
 
 

@@ -43,8 +43,9 @@ _readers: WeakSet[Call] = WeakSet()
 def _reader(name: str, file: str) -> Patch:
     """Reports the files that another library's function reads by itself.
 
-    `file` is its first parameter. Safetensors files it reads by functions that are replaced, too.
-    Arguments by which it would call them for each tensor, or not at all, are replaced by others
+    `file` is its first parameter. It reads safetensors files by functions that are replaced, too.
+    Two arguments would prevent that: with `disable_mmap=True`, diffusers reads by itself; with a
+    device_map of cpu and disk, accelerate asks for each tensor alone. They are replaced by others
     with the same result.
     """
 

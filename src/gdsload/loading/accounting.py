@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import Backend
 from gdsload.backends.base import MAPPED_PATH, RequestFacts
-from gdsload.checkpoint import Checkpoint
 from gdsload.planning.read_plan import ReadPlan, Transfer
 from gdsload.remote.file import LOCAL_CACHE
 from gdsload.report import LoadReport, Span
 from gdsload.system.gc_control import collector_paused
 
+if TYPE_CHECKING:
+    from gdsload.loading.session import Session
 
-def record_backend(report: LoadReport, backend: Backend, counted: dict[str, int]) -> None:
-    """Updates the report: the backend in use, how it was chosen, and why others were not. Observers
-    of the load hear of it. `counted`: the failovers of the backend that a report has already; is
-    updated."""
-    status = backend.status()
+
+def record_backend(session: Session, backend: Backend) -> None:
+    """Updates the report of a session: the backend in use, how it was chosen, and why others were
+    not. Observers of the load hear of it."""
+    report, counted, status = session.report, session.failovers, backend.status()
     report.backend, report.engine = status.backend, status.engine
     report.choice = status.choice or report.choice
     report.refusals.update(status.refusals)
@@ -32,19 +33,12 @@ def record_backend(report: LoadReport, backend: Backend, counted: dict[str, int]
 
 
 def record_request(
-    report: LoadReport,
-    backend: Backend,
-    checkpoint: Checkpoint,
-    plan: ReadPlan,
-    request: Any,
-    counted: dict[str, int],
-    *,
-    landed_bytes: int,
+    session: Session, backend: Backend, plan: ReadPlan, request: Any, *, landed_bytes: int
 ) -> None:
     """Adds a request that has ended to the report: bytes by I/O path, reads and pages.
-    `landed_bytes`: of the transfers that have arrived, for a backend that names no paths. `counted`
-    is as for `record_backend`."""
-    record_backend(report, backend, counted)
+    `landed_bytes`: of the transfers that have arrived, for a backend that names no paths."""
+    record_backend(session, backend)
+    report, shards = session.report, session.checkpoint.shards
     paths = backend.paths(request)
     for path, nbytes in paths.items():
         if nbytes:
@@ -59,9 +53,9 @@ def record_request(
         report.short_reads += facts.short_reads
         report.retries += facts.retries
         for shard, why in facts.direct_refusals.items():
-            report.refusals[f"direct I/O on {checkpoint.shards[shard].name}"] = why
+            report.refusals[f"direct I/O on {shards[shard].name}"] = why
         if facts.times:
-            names = [shard.name for shard in checkpoint.shards]
+            names = [shard.name for shard in shards]
             spans = partial(_spans_of, facts.transfers, facts.times, names)
             report.add_reads(facts.times, spans)
         count_pages(report, facts.huge_pages, facts.small_pages)

@@ -187,7 +187,7 @@ class Batch:
         self._before_reads()
         backend.post(request)
         # The engine may be another one since `prepare`.
-        record_backend(self.session.report, backend, self.session.failovers)
+        record_backend(self.session, backend)
 
     def _before_reads(self) -> None:
         """Called when all is ready, just before the reads are posted."""
@@ -477,15 +477,7 @@ class Batch:
             if request is not None and backend is not None:
                 backend.release(request)
                 session.posted.discard(self)
-                record_request(
-                    session.report,
-                    backend,
-                    session.checkpoint,
-                    self.plan,
-                    request,
-                    session.failovers,
-                    landed_bytes=self.landed_bytes,
-                )
+                record_request(session, backend, self.plan, request, landed_bytes=self.landed_bytes)
             released = True
         finally:
             session.posted.discard(self)

@@ -162,8 +162,8 @@ class ShardAccess:
             return False
         if not (opened.distant or self._completed(shard, ranges, merged)):
             return False
-        # Pages that are still being read count as resident, and so do those that the kernel failed
-        # to read ahead of reads of this load: it tells nobody.
+        # The kernel also counts pages that are still being read, and pages whose read-ahead failed,
+        # of which it reports no error. Where either is possible, `has_arrived` confirms the range.
         has_read = self._registered[shard] is not None
         return not (opened.distant or has_read or reads_in_flight(opened.identity.dev)) or all(
             page_cache.has_arrived(opened.fd, each.offset, each.length) for each in merged

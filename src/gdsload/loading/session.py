@@ -226,7 +226,7 @@ class Session(quiesce.Holder):
             if self.backend is None:
                 self.backend, self.failovers = self._opened_backend(), {}
                 self._pid = os.getpid()
-                record_backend(self.report, self.backend, self.failovers)
+                record_backend(self, self.backend)
             return self.backend
 
     def _leave_to_parent(self, backend: Backend) -> None:

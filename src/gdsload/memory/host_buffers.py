@@ -70,7 +70,7 @@ class HostBuffers:
                     self.starts.append(BufferView(region, 0))
         except MemoryError as error:
             raise PlacementError(str(error)) from error
-        if needed > 0:  # looking takes as long as planning a window
+        if needed > 0:  # to look at the available memory takes as long as planning a window
             take_room(own, needed)
 
     @collector_paused()

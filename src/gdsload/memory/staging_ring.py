@@ -185,7 +185,7 @@ class StagingRing(quiesce.Holder):
         """Whether half of its slots, or more, can be lent to a load. Slots that no pipeline in use
         has borrowed belong to reads that hang."""
         for _ in range(_LOOKS):
-            # Asked before and after: slots that come or go meanwhile are no lost ones.
+            # The larger count: a slot that is borrowed or returned meanwhile must not look lost.
             before, lent, after = self._borrowed(), self.native.lent, self._borrowed()
             if lent - max(before, after) <= self.native.count // 2:
                 return True

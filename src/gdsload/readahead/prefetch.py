@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from gdsload.loading.device_init import DeviceInit
 
 TIERS = ("memory", "pool", "pagecache")
-# The states of a prefetch. The last four are final; the first of these means that all was read.
+# The states of a prefetch. One of the last four follows READING. COMPLETE: all was read; `close`
+# turns it into CLOSED.
 OPENING, READING, COMPLETE = "opening", "reading", "landed"
 CANCELLED, FAILED, CLOSED = "cancelled", "failed", "closed"
 REMEMBERED = 32  # ended prefetches that `warmup.status` can report
@@ -106,6 +107,7 @@ class Prefetch(quiesce.Holder):
     def __init__(
         self,
         source: str,
+        *,
         device: str,
         tier: str,
         settings: ReadSettings,
@@ -703,7 +705,17 @@ def prefetch(
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fsdecode(source)
-    made = Prefetch(title, name, tier, settings, names, limit_bytes, keep, lookup, opened)
+    made = Prefetch(
+        title,
+        device=name,
+        tier=tier,
+        settings=settings,
+        names=names,
+        limit_bytes=limit_bytes,
+        keep=keep,
+        lookup=lookup,
+        checkpoint=opened,
+    )
     if "torch" not in sys.modules:
         ease_imports()  # before the thread begins, which pauses the collector now and then
     made._begin()

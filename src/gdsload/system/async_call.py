@@ -52,8 +52,8 @@ def prepared(
 def _run(outcome: list[Any], call: Callable[[], Any]) -> None:
     """Makes a call, unless its future was cancelled before, and hands its outcome over.
 
-    The loop empties `outcome`: what this thread still has then refers to no result, and to no
-    error, whose frames may have a model.
+    `_settle` empties `outcome` in the thread of the loop. So this thread keeps no reference to the
+    result, nor to an error, whose traceback would keep the model alive.
     """
     (future,) = outcome
     if future.cancelled():

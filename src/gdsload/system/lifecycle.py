@@ -33,7 +33,7 @@ _ending = threading.Event()
 def fork_safe_lock(owner: object, attribute: str = "_lock") -> threading.RLock:
     """A reentrant lock, which a child of fork() replaces by a new one.
 
-    A `with` block that contains the fork releases the lock that it has taken.
+    A `with` block around the fork still releases the old lock, which it holds.
 
     Args:
         owner: The object or the module that has the lock.
