@@ -1034,3 +1034,21 @@ def test_argument_types_of_other_libraries_are_left_alone() -> None:
     code = "import ctypes; import gdsload.loading.integrity; "
     code += "print(ctypes.pythonapi.PyMemoryView_FromMemory.argtypes)"
     assert process(code).stdout == "None\n"
+
+
+def test_manifest_is_that_of_the_directory_where_the_checkpoint_was_opened(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)
+    with Checkpoint.open(source.name) as checkpoint:
+        monkeypatch.chdir("/")
+        with gdsload.prefetch(checkpoint, verify="checksum") as ahead:
+            assert ahead.wait()
+
+
+def test_path_of_a_manifest_may_be_of_bytes_and_has_no_nul(source: Path) -> None:
+    path = source / manifest_module.MANIFEST_NAME
+    gdsload.load_file(source, verify=os.fsencode(path))  # type: ignore[arg-type]
+    assert json.loads(gdsload.last_report().to_json())["verify"] == str(path)
+    with pytest.raises(CheckpointError, match="NUL"):
+        gdsload.load_file(source, verify=Path("a\0b"))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+import gdsload
+from gdsload.system import parallel
 from gdsload.system.threads import SafeEvent, start_thread
 from waiting import wait_for
 
@@ -63,3 +68,72 @@ def test_thread_whose_start_was_interrupted_is_gone(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt):
         start_thread(lambda: None, "interrupted")
     assert "interrupted" not in [thread.name for thread in threading.enumerate()]
+
+
+class NoMemoryOnce(dict[int, threading.Thread]):
+    """The threads of Python, without memory for the next one of gdsload."""
+
+    def __init__(self, threads: dict[int, threading.Thread]) -> None:
+        super().__init__(threads)
+        self.left = 1
+
+    def __setitem__(self, number: int, thread: threading.Thread) -> None:
+        if thread.name.startswith("gdsload") and self.left:
+            self.left -= 1
+            raise MemoryError
+        super().__setitem__(number, thread)
+
+
+@pytest.fixture
+def no_memory_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[NoMemoryOnce]:
+    """A thread dies when it has told that it has started, and runs nothing."""
+    before = threading._active  # type: ignore[attr-defined]
+    threads = NoMemoryOnce(before)
+    monkeypatch.setattr(threading, "_active", threads)
+    yield threads
+    before.clear()
+    before.update(threads)  # those that are alive remove themselves
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_that_dies_before_it_runs_is_no_thread(no_memory_once: NoMemoryOnce) -> None:
+    assert start_thread(lambda: None, "gdsload-test") is None
+    assert no_memory_once.left == 0
+    thread = start_thread(lambda: None, "gdsload-test")
+    assert thread is not None
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_loads_whose_first_thread_dies_end(
+    no_memory_once: NoMemoryOnce, tiny_checkpoint: Path
+) -> None:
+    assert gdsload.load_file(tiny_checkpoint, stall_seconds=5)
+    no_memory_once.left = 1
+    ahead = gdsload.prefetch(tiny_checkpoint)
+    with pytest.raises(gdsload.GdsloadError, match="no thread"):
+        ahead.wait()
+    no_memory_once.left = 1
+
+    async def names() -> list[str]:
+        return [name async for name, _ in gdsload.astream(tiny_checkpoint)]
+
+    with pytest.raises(gdsload.GdsloadError, match="no thread"):
+        asyncio.run(names())
+    gdsload.quiesce()
+
+
+def test_prefetch_whose_thread_has_no_memory_for_a_frame_fails(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gdsload.Prefetch, "_run", lambda _: None)
+    ahead = gdsload.prefetch(tiny_checkpoint)
+    with pytest.raises(gdsload.GdsloadError, match="no memory for the thread"):
+        ahead.wait()
+    gdsload.quiesce()
+
+
+def test_threads_without_memory_for_a_frame_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel._Threads, "_run", lambda _: None)
+    with pytest.raises(MemoryError, match="no memory for the threads"):
+        parallel.in_thread(lambda: None, "model", stall_seconds=60)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.file_io import read_small
+from gdsload.checkpoint.locate import path_text
 from gdsload.checkpoint.strict_json import require_room_to_parse
 from gdsload.errors import (
     CheckpointError,
@@ -111,7 +112,9 @@ def manifest_of(checkpoint: Checkpoint, algorithm: str = XXH3) -> Manifest:
         )
     try:
         if first.directory is None:
-            raw = _read(path, checkpoint.stall_seconds)
+            # The process may have changed its directory since the checkpoint was opened.
+            there = os.path.join(os.path.dirname(first.absolute_path), MANIFEST_NAME)
+            raw = _read(there, checkpoint.stall_seconds)
         else:
             read = partial(first.directory.read, MANIFEST_NAME, LIMIT_BYTES)
             raw = in_thread(read, path, stall_seconds=checkpoint.stall_seconds)
@@ -130,6 +133,7 @@ def read_manifest(
         CheckpointError: It cannot be read or is invalid.
         StallError: The storage did not answer for `stall_seconds`.
     """
+    path = path_text(path)
     try:
         raw = _read(path, stall_seconds)
     except CheckpointNotFound as error:

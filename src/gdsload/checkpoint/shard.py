@@ -96,9 +96,9 @@ class Shard:
         self._fd = fd
         self._quiesced = False  # whether the descriptor is released by quiesce()
         # The process may change its directory before it opens the file again.
-        self._reopened_path = path
+        self.absolute_path = path
         with suppress(OSError):  # the current directory was deleted
-            self._reopened_path = os.path.join(os.getcwd(), path)
+            self.absolute_path = os.path.join(os.getcwd(), path)
         self.path = path
         self.name = name
         self.identity = identity
@@ -119,7 +119,7 @@ class Shard:
         return self._fd
 
     def _reopen(self) -> None:
-        opened = partial(open_regular, self._reopened_path, shown_as=self.path)
+        opened = partial(open_regular, self.absolute_path, shown_as=self.path)
         if self.may_hang:
             fd, status = in_thread(
                 opened, self.path, discard=lambda late: close_files([late[0]], may_hang=True)

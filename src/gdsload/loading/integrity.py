@@ -252,10 +252,10 @@ def open_verifier(
         CheckpointError: There is no manifest, or it is invalid.
         StallError: The storage did not answer.
     """
-    report.verify = os.fspath(verify)
+    report.verify = os.fsdecode(verify)
     with report.phase("verify"):
         by_default = isinstance(verify, str)
-        path = manifest_path(checkpoint) if by_default else os.fspath(verify)
+        path = manifest_path(checkpoint) if by_default else report.verify
         try:
             manifest = (
                 manifest_of(checkpoint, SHA256 if verify == "sha256" else XXH3)
@@ -284,7 +284,7 @@ def _compare_blobs(
     file is not in the hub cache. Raises IntegrityError."""
     if checkpoint.remote:
         return False
-    names = [os.path.basename(os.path.realpath(shard.path)) for shard in checkpoint.shards]
+    names = [os.path.basename(os.path.realpath(shard.absolute_path)) for shard in checkpoint.shards]
     if not all(map(_HUB_BLOB.fullmatch, names)):
         return False
     for shard, expected in zip(checkpoint.shards, names, strict=True):

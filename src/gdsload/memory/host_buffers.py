@@ -69,7 +69,7 @@ class HostBuffers:
                     own[region := take(target.length)] = target.length
                     self.starts.append(BufferView(region, 0))
         except MemoryError as error:
-            raise PlacementError(str(error)) from error
+            raise PlacementError(str(error) or "no memory") from error
         if needed > 0:  # to look at the available memory takes as long as planning a window
             take_room(own, needed)
 

@@ -177,7 +177,7 @@ class HostPool(quiesce.Holder):
     """
 
     def __init__(self, limit_bytes: int, *, pinned: bool | None = None) -> None:
-        if limit_bytes < 1:
+        if not limit_bytes >= 1:
             raise ValueError(f"limit_bytes={limit_bytes!r} must be at least 1")
         self.pid = os.getpid()
         self.limit_bytes = limit_bytes

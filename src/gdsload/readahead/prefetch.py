@@ -167,15 +167,16 @@ class Prefetch(quiesce.Holder):
             self._posted.wait(HEAD_START_SECONDS)
         except BaseException:  # Ctrl-C: the caller gets no object to close
             self._stop(CLOSED)
+            raise
+        finally:
             if self._thread is None:
                 self._ended.set()
                 quiesce.unregister(self)
-            raise
 
     def _run(self) -> None:
         device_init: DeviceInit | None = None
-        self._offer.filler = threading.get_ident()
         try:
+            self._offer.filler = threading.get_ident()
             self.report.begin()
             device_init = self._open_device()
             with self.report.phase("open"):
@@ -468,11 +469,18 @@ class Prefetch(quiesce.Holder):
                 if batch := self._batch:
                     batch.hurry()
             self._ended.wait(min(left, WAKE_SECONDS))
+            self._end_if_dead()
         if self._error is not None:
             raise without_traceback(self._error)
         if not self._complete:
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         return True
+
+    def _end_if_dead(self) -> None:
+        """Ends it if its thread is gone and has not done that: there was no memory for a frame."""
+        if self._thread is not None and not self._thread.is_alive() and not self._ended.is_set():
+            self._fail(GdsloadError(f"{self.source}: no memory for the thread of its prefetch"))
+            self._end(FAILED)
 
     def _needs(self, thread: int) -> bool:
         """Whether it ends only after this thread has gone on: its own, or that of another prefetch
@@ -695,7 +703,7 @@ def prefetch(
     if tier == "pagecache":
         # A session of direct reads would drop them again on btrfs.
         settings = settings.changed(cache="buffered")
-    if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
+    if limit_bytes is not None and (tier != "pagecache" or not limit_bytes >= 1):
         raise ValueError(
             f"limit_bytes={limit_bytes!r} must be at least 1, and needs tier='pagecache'"
         )

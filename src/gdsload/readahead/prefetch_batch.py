@@ -135,7 +135,7 @@ class PageCacheWarmup(PrefetchBatch):
         try:
             regions = [Region.anonymous(length) for length in lengths]
         except MemoryError as error:
-            raise PlacementError(str(error)) from error
+            raise PlacementError(str(error) or "no memory") from error
         return [
             Memory(DRAM, region.address, length, region)
             for region, length in zip(regions, lengths, strict=True)

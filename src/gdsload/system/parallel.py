@@ -69,8 +69,8 @@ class _Threads(Generic[Item, Result]):
         return bool(self._threads)
 
     def _run(self) -> None:
-        _own.threads = self
         try:
+            _own.threads = self
             while (job := self._next_job()) is not None:
                 self._finish(job[0], *self._outcome_of(job[1]))
         except BaseException as crash:  # for example no memory: the caller must not wait
@@ -106,8 +106,11 @@ class _Threads(Generic[Item, Result]):
             before, start, watch = self.steps, time.monotonic(), StallWatch()
             while number not in self._outcomes:
                 self._changed.wait(min(WAKE_SECONDS, stall_seconds))
+                alive = any(thread.is_alive() for thread in self._threads)
                 if self._crashes:
                     raise self._crashes[0]
+                if not alive and number not in self._outcomes:
+                    raise MemoryError(f"{path_of()}: no memory for the threads that open it")
                 check()
                 if self.steps != before:
                     before, start = self.steps, time.monotonic()

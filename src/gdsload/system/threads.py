@@ -67,7 +67,7 @@ class SafeEvent:
     def wait(self, seconds: float) -> bool:
         """Whether it is set now. If Ctrl-C ends one waiter, another may wait all its seconds."""
         if not self._is_set and self._open.acquire(timeout=seconds):
-            self.set()  # for the next waiter
+            SafeEvent.set(self)  # for the next waiter
         return self._is_set
 
 
@@ -82,9 +82,15 @@ def condition() -> tuple[threading.RLock, threading.Condition]:
 
 
 class _Started(SafeEvent):
-    """Set by the new thread. Waiting for it raises RuntimeError if that thread is dead."""
+    """Set when the new thread runs. Waiting for it raises RuntimeError if that thread is dead."""
 
     alive: weakref.ref[_Alive] | None = None
+
+    def set(self) -> None:
+        """`threading` calls this too early: the thread may still die of what it does next."""
+
+    def runs(self) -> None:
+        super().set()
 
     def _at_fork_reinit(self) -> None:
         """What `threading` calls in a forked child: nobody waits there."""
@@ -113,6 +119,10 @@ class _Thread(threading.Thread):
     def __init__(self, **words: Any) -> None:
         super().__init__(**words)
         self._started = _Started()
+
+    def run(self) -> None:
+        self._started.runs()
+        super().run()
 
     @property
     def _bootstrap(self) -> Callable[[], None]:

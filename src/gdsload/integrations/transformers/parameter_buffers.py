@@ -131,7 +131,7 @@ class ParameterBuffers:
         try:
             self.region = region = Region.anonymous(sum(sizes))
         except MemoryError as error:
-            raise PlacementError(str(error)) from error
+            raise PlacementError(str(error) or "no memory") from error
         offset = 0
         for buffer, size in zip(buffers, sizes, strict=True):
             raw = bytes_at(BufferView(region, offset), buffer.nbytes)
