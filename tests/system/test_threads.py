@@ -96,6 +96,7 @@ def no_memory_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[NoMemoryOnce]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_thread_that_dies_before_it_runs_is_no_thread(no_memory_once: NoMemoryOnce) -> None:
     assert start_thread(lambda: None, "gdsload-test") is None
     assert no_memory_once.left == 0
@@ -105,6 +106,7 @@ def test_thread_that_dies_before_it_runs_is_no_thread(no_memory_once: NoMemoryOn
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_loads_whose_first_thread_dies_end(
     no_memory_once: NoMemoryOnce, tiny_checkpoint: Path
 ) -> None:
