@@ -59,6 +59,8 @@ def page() -> str:
             *entries("gdsload.readahead.prefetch", {"PrefetchProgress": PrefetchProgress}),
             *entries("gdsload.safetensors_file", {"Slice": Slice}),
             "## Errors\n",
+            "All are in `gdsload.errors`, and the most frequent also in `gdsload`.",
+            "",
             *prose(inspect.getdoc(errors) or ""),
             *entries("gdsload.errors", error_types),
             *module_entries(warmup),

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 _pid = os.getpid()  # of the process that imports gdsload: its forked children have another one
 
 if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
-    from gdsload import events as events, telemetry as telemetry, warmup as warmup
+    from gdsload import (
+        errors as errors,
+        events as events,
+        telemetry as telemetry,
+        warmup as warmup,
+    )
     from gdsload.aio import afrom_pretrained as afrom_pretrained, astream as astream
     from gdsload.api import (
         load_file as load_file,
@@ -75,7 +80,7 @@ _MODULES = {
     "version": "__version__",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-_SUBMODULES = ("events", "telemetry", "warmup")
+_SUBMODULES = ("errors", "events", "telemetry", "warmup")
 # What a load needs, by the package whose user will load: imported with gdsload if the process has
 # imported that package. It takes 25 to 45 ms, and twice that from storage.
 _NEEDED = {

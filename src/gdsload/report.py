@@ -97,7 +97,8 @@ class LoadReport:
             "mapped": used from a mapping of the file, and not read by a backend. Its pages were in
             the page cache (98 % of a file, or single units of 2 MiB), or were read into it first
             (checkpoints of up to 2 MiB), or are read when they are used (all with
-            `cache="mapped"`, or if memory has no room). "posix/threads/mapped": read into the page
+            `cache="mapped"`, or if memory has no room). "posix/threads/direct bounced": direct
+            reads that were copied to small pages. "posix/threads/mapped": read into the page
             cache, and used from a mapping. "prefetched" and "pool": taken from there.
             "local_cache", "nixl/ucx" and "object_store/s3": of URLs.
         rates: Measured bytes per second of each backend.
@@ -110,8 +111,8 @@ class LoadReport:
         peak_rss_bytes: Largest resident memory of the process so far, in bytes.
         failure: The error that ended the load, or "".
         integration: For a model, the entry point into transformers: "hook", "safe_open" or "stock".
-            For other libraries "load_file": they call functions of safetensors that gdsload
-            replaces.
+            For other libraries that `gdsload.from_pretrained` calls "load_file": they call
+            functions of safetensors that gdsload replaces. Else "".
         integration_reason: Why it was "safe_open" or "stock", or "".
         modules_ready: With `on_module_ready`, whether modules were reported during the load, or at
             its end and why.

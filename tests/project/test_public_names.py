@@ -20,9 +20,10 @@ NAMES = {
         "GdsloadError", "IntegrityError", "LoadReport", "PartialLoad", "PlacementError", "Prefetch",
         "RankError", "ReadError", "ServerStatus", "ShortRead", "StallError", "TensorInfo",
         "WeightServer", "__version__",
-        "accelerated", "afrom_pretrained", "astream", "events", "experts", "from_pretrained",
-        "install", "last_report", "layers", "load_file", "load_into", "plan", "prefetch", "quiesce",
-        "replicas", "resume", "safe_open", "serve", "stream", "telemetry", "uninstall", "warmup",
+        "accelerated", "afrom_pretrained", "astream", "errors", "events", "experts",
+        "from_pretrained", "install", "last_report", "layers", "load_file", "load_into", "plan",
+        "prefetch", "quiesce", "replicas", "resume", "safe_open", "serve", "stream", "telemetry",
+        "uninstall", "warmup",
     ],
     events: [
         "BackendChosen", "Event", "FailedOver", "LoadEnded", "LoadStarted", "PathRefused",

@@ -180,6 +180,22 @@ def test_missing_model_is_not_found(server: ObjectServer) -> None:
         assert url in str(caught.value)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_bucket_that_is_not_there_is_not_found(server: ObjectServer, scheme: str) -> None:
+    server.script("404", count=None)
+    with pytest.raises(CheckpointNotFound) as caught:
+        Checkpoint.open(server.url(scheme, "model"))
+    assert caught.value.path == server.url(scheme, "model")
+
+
+def test_missing_file_of_a_directory_that_may_not_be_listed_is_forbidden(
+    server: ObjectServer,
+) -> None:
+    server.script("403", path="", count=None)
+    with pytest.raises(CheckpointAccessError, match="AWS_ACCESS_KEY_ID"):
+        Checkpoint.open(server.url("s3", "nothing"))
+
+
 def test_limit_of_the_index_holds(server: ObjectServer) -> None:
     with pytest.raises(CheckpointError, match=r"index\.json: .* limit of 100"):
         Checkpoint.open(server.url("s3", "model"), header_limit=100)

@@ -103,6 +103,11 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
         raise _wrong(f"gdsload: --model {shown_source(wanted['model'])}: {error}") from None
 
 
+def _say(line: str) -> None:
+    """Writes a line to stderr, at once: the process may be ending."""
+    sys.stderr.write(f"{line}\n")
+
+
 def _report_problems(ahead: Prefetch) -> None:
     """Prints why a prefetch failed, or read to host memory instead of the GPU's: the script knows
     nothing of it, and loads without it."""
@@ -111,9 +116,9 @@ def _report_problems(ahead: Prefetch) -> None:
     except PrefetchCancelled:
         pass  # by the end of the process
     except GdsloadError as error:
-        print(f"gdsload: the prefetch failed: {error}", file=sys.stderr)
+        _say(f"gdsload: the prefetch failed: {error}")
     if refusal := ahead.report.refusals.get(ahead.report.device):
-        print(f"gdsload: the prefetch cannot use {ahead.report.device}: {refusal}", file=sys.stderr)
+        _say(f"gdsload: the prefetch cannot use {ahead.report.device}: {refusal}")
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import time
 from base64 import b64encode
@@ -51,6 +52,7 @@ _SLOW_CHUNK_BYTES = 64 << 10
 _FAST_REQUEST = 4e6  # bytes per second of one request
 # S3 keeps the second one with objects that were uploaded in signed chunks.
 _PLAIN_ENCODINGS = ("", "aws-chunked", "identity")
+_ERRNO_OF_STATUS = {"401": errno.EACCES, "403": errno.EACCES, "404": errno.ENOENT}
 _MOST_TEXT = 500  # characters of a message of the client
 _MOST_RETRIES = 1000  # more than there is time for: ten, the default, end after about 2 s
 _PAUSE_SECONDS = 2.0  # the longest one between two tries
@@ -218,8 +220,6 @@ class ObjectDirectory(RemoteDirectory):
         started = time.monotonic()
         try:
             return name in self.names()
-        except CheckpointNotFound:  # the bucket
-            raise
         except CheckpointError:
             if _was_repeated(started):  # the store is down
                 raise
@@ -317,7 +317,10 @@ def reason(error: Exception) -> tuple[int, str]:
         return errno.EACCES, "permission denied"
     if isinstance(error, CheckpointUnreadable):
         return error.errno or errno.EIO, str(error)
-    return errno.EIO, _first_line(error)
+    text = _first_line(error)
+    # The error of a listing has no other type for these.
+    status = re.search(r"status code: (\d{3})", text)
+    return _ERRNO_OF_STATUS.get(status[1] if status else "", errno.EIO), text
 
 
 def _why_not_plain(result: GetResult) -> str:
